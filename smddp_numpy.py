@@ -308,9 +308,9 @@ class Work:
         _raise(status)
         return self.result
 
-    def is_completed(self) -> bool:
-        """Returns whether the operation has ended, well or not."""
-        return bool(_library.wait(self._operation, 0.0) != _PENDING)
+    def is_completed(self, seconds: float = 0.0) -> bool:
+        """Returns whether the operation has ended, well or not; waits at most so many seconds."""
+        return bool(_library.wait(self._operation, seconds) != _PENDING)
 
     def source(self) -> int:
         """Returns the rank from which a message was received."""

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from smddp.modelparallel.partition.solver import bottleneck, divide_exactly, divide_tree
 from smddp.modelparallel.partition.trace import trace_model
 from smddp.modelparallel.partition.units import Units
 from smddp.modelparallel.pipeline.modules import Modules
+from smddp_smp.solver import bottleneck, divide_exactly, divide_tree
 
 RUNS = 5
 

@@ -15,6 +15,7 @@ __all__ = [
     "BroadcastVariables",
     "broadcast_global_variables",
     "shard",
+    "variables_of",
 ]
 
 
@@ -33,11 +34,12 @@ class BroadcastVariables(tf.keras.callbacks.Callback):  # type: ignore[misc]
         """Does it: layers and optimizers may have made their variables in that batch only."""
         if not self._is_done:
             broadcast_variables(self.model.variables, self._root)
-            broadcast_variables(_variables_of(self.model.optimizer), self._root)
+            broadcast_variables(variables_of(self.model.optimizer), self._root)
             self._is_done = True
 
 
-def _variables_of(optimizer: Any) -> Any:
+def variables_of(optimizer: Any) -> Any:
+    """Returns the variables of an optimizer of Keras 2 or 3."""
     variables = optimizer.variables
     return variables() if callable(variables) else variables
 

@@ -84,6 +84,7 @@ SHARDING = "smddp.modelparallel.sharding"
 ACTIVATIONS, API = "smddp.modelparallel.activations", "smddp.modelparallel.api"
 COMPATIBILITY = "smddp.modelparallel.compatibility"
 TENSOR = "smddp.modelparallel.tensor"
+SHARED = "smddp_smp"
 FOOTPRINT = "smddp.modelparallel.footprint"
 TRANSFORMER = "smddp.modelparallel.tensor.transformer"
 HUGGING_FACE = "smddp.modelparallel.tensor.huggingface"
@@ -91,39 +92,43 @@ MAY_IMPORT: dict[str, set[str]] = {
     "smddp_distribution": set(),
     "smddp_launch": {"smddp_distribution"},
     "smddp_numpy": {"smddp_launch"},
+    "smddp_smp": set(),
     "smddp_tensorflow": {"smddp_numpy"},
+    "smddp_tensorflow.modelparallel": {"smddp_numpy", "smddp_smp", "smddp_tensorflow"},
     "smddp_registration": {"smddp_launch"},
     "smddp": {"smddp_launch", "smddp_registration"},
     "smddp_autoload": {"smddp", "smddp_registration"},
     "smddp_tool": {"smddp.cli"},
     "smddp.bench": {"smddp", "smddp_launch"},
     "smddp.cli": {"smddp", "smddp.bench"},
-    COMMON: set(),
-    JOB: {"smddp", "smddp_launch", COMMON},
-    PIPELINE: {"smddp", COMMON, ACTIVATIONS},
+    COMMON: {SHARED},
+    JOB: {"smddp", "smddp_launch", COMMON, SHARED},
+    PIPELINE: {SHARED, "smddp", COMMON, ACTIVATIONS},
     DELAYED: {COMMON},
-    PARTITION: {COMMON, JOB, PIPELINE, DELAYED, TENSOR},
-    DATA_PARALLEL: {COMMON, PIPELINE},
-    SHARDING: {COMMON, JOB, PIPELINE, DATA_PARALLEL, DELAYED, TENSOR},
+    PARTITION: {SHARED, COMMON, JOB, PIPELINE, DELAYED, TENSOR},
+    DATA_PARALLEL: {SHARED, COMMON, PIPELINE},
+    SHARDING: {SHARED, COMMON, JOB, PIPELINE, DATA_PARALLEL, DELAYED, TENSOR},
     TENSOR: {COMMON, JOB, PIPELINE},
     TRANSFORMER: {COMMON, TENSOR},
     HUGGING_FACE: {COMMON, TENSOR, TRANSFORMER},
     OPTIMIZER: {COMMON, JOB, PARTITION, SHARDING, DELAYED, TENSOR},
     COMPATIBILITY: {JOB, TENSOR},
     MODEL: {
+        SHARED,
         *(COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, DATA_PARALLEL, OPTIMIZER),
         *(DELAYED, SHARDING, TENSOR),
     },
-    CHECKPOINT: {COMMON, JOB, PARTITION, SHARDING, OPTIMIZER},
+    CHECKPOINT: {SHARED, COMMON, JOB, PARTITION, SHARDING, OPTIMIZER},
     ACTIVATIONS: {COMMON},
-    FOOTPRINT: {COMMON, JOB, PIPELINE, PARTITION, OPTIMIZER, MODEL},
-    API: {COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, OPTIMIZER, MODEL, FOOTPRINT},
+    FOOTPRINT: {SHARED, COMMON, JOB, PIPELINE, PARTITION, OPTIMIZER, MODEL},
+    API: {SHARED, COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, OPTIMIZER, MODEL, FOOTPRINT},
     "smddp.modelparallel": {
-        HUGGING_FACE,
+        *(HUGGING_FACE, SHARED),
         *(COMMON, JOB, PARTITION, OPTIMIZER, MODEL, CHECKPOINT, API, DELAYED, TENSOR),
     },
     "smdistributed": set(),
     "smdistributed.dataparallel": {"smddp", "smddp_launch", "smddp_tensorflow"},
+    "smdistributed.modelparallel.tensorflow": {"smddp_tensorflow.modelparallel"},
     "smdistributed.modelparallel": {
         *("smddp.modelparallel", COMMON, JOB, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT, API),
         *(HUGGING_FACE, TENSOR, TRANSFORMER),
@@ -209,7 +214,7 @@ def part_of(module: str) -> str:
 def python_modules() -> dict[str, Path]:
     """Returns the Python modules of the project by name, those with only a stub included."""
     found = {}
-    for top in ("smddp", "smddp_tensorflow", "smdistributed"):
+    for top in ("smddp", "smddp_smp", "smddp_tensorflow", "smdistributed"):
         for path in sorted((ROOT / top).rglob("*.py*")):
             if path.suffix in {".py", ".pyi"}:
                 parts = path.relative_to(ROOT).with_suffix("").parts

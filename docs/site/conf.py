@@ -23,6 +23,7 @@ NAVIGATION = {
         "docs/operations",
         "docs/numpy",
         "docs/tensorflow",
+        "docs/tensorflow-model-parallel",
         "docs/gpu",
         "docs/wire",
         "docs/performance",

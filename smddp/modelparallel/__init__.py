@@ -72,7 +72,6 @@ from smddp.modelparallel.delayed.context import (
 )
 from smddp.modelparallel.job.init import init, is_initialized, shutdown
 from smddp.modelparallel.job.state import state
-from smddp.modelparallel.job.topology import CommGroup, RankType
 from smddp.modelparallel.model.creation import model_creation
 from smddp.modelparallel.model.distributed_model import DistributedModel
 from smddp.modelparallel.optimizer import amp
@@ -86,6 +85,7 @@ from smddp.modelparallel.tensor.marks import set_tensor_parallelism, tensor_para
 from smddp.modelparallel.tensor.registry import add_finder as _add_finder
 from smddp.modelparallel.tensor.registry import add_planner as _add_planner
 from smddp.modelparallel.tensor.registry import tp_register, tp_register_with_module
+from smddp_smp.topology import CommGroup, RankType
 
 WORLD, MP_GROUP, DP_GROUP = CommGroup.WORLD, CommGroup.MP_GROUP, CommGroup.DP_GROUP
 TP_GROUP, PP_GROUP, RDP_GROUP = CommGroup.TP_GROUP, CommGroup.PP_GROUP, CommGroup.RDP_GROUP

@@ -10,7 +10,7 @@ from typing import Any
 
 from smddp.modelparallel.job.messenger import Messenger
 from smddp.modelparallel.job.state import state
-from smddp.modelparallel.job.topology import CommGroup, RankType
+from smddp_smp.topology import CommGroup, RankType
 
 __all__ = [
     "allgather",

@@ -13,11 +13,11 @@ from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.footprint.advice import Proposal, bytes_of, most_needed, proposals
 from smddp.modelparallel.job.messenger import Messenger
 from smddp.modelparallel.job.state import state
-from smddp.modelparallel.job.topology import CommGroup
 from smddp.modelparallel.model.runtime import ModelRuntime
 from smddp.modelparallel.partition.placement import Decision
 from smddp.modelparallel.pipeline.executor import Executor
 from smddp.modelparallel.pipeline.timeline import Span
+from smddp_smp.topology import CommGroup
 
 __all__ = ["StepReport", "explain", "timeline"]
 

@@ -13,9 +13,9 @@ from smddp.modelparallel.common.structure import rebuild
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.model.runtime import ModelRuntime
 from smddp.modelparallel.pipeline.driver import Body, Driver
-from smddp.modelparallel.pipeline.failure import Redo, summary
 from smddp.modelparallel.pipeline.microbatch import StepOutput, collect
 from smddp.modelparallel.pipeline.step import Schedule, StepResult
+from smddp_smp.failure import Redo, summary
 
 __all__ = ["StepFunction", "StepOutput", "step"]
 

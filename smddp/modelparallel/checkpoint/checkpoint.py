@@ -30,11 +30,11 @@ from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.files import hash_of, read, write
 from smddp.modelparallel.job.messenger import Messenger
 from smddp.modelparallel.job.state import state
-from smddp.modelparallel.job.topology import CommGroup
 from smddp.modelparallel.optimizer.distributed_optimizer import FP16_STATES, merged
 from smddp.modelparallel.optimizer.shards import SHARD
 from smddp.modelparallel.partition.placement import MARKER, Decision
 from smddp.modelparallel.sharding.joined import SHARDS, united
+from smddp_smp.topology import CommGroup
 
 __all__ = ["full_state_dict", "load", "resume_from_checkpoint", "save", "save_checkpoint"]
 

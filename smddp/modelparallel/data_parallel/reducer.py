@@ -19,7 +19,7 @@ from smddp.modelparallel.common.buffers import Buffers
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.data_parallel.join import Join
 from smddp.modelparallel.data_parallel.replicas import tell_replicas
-from smddp.modelparallel.pipeline.failure import Redo
+from smddp_smp.failure import Redo
 
 __all__ = ["Bucket", "DataParallel", "Ranks", "Shards"]
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from smddp.modelparallel.job.collectives import Collectives
-from smddp.modelparallel.job.topology import Topology
+from smddp_smp.topology import Topology
 
 __all__ = ["Groups", "ShardingGroups", "timeout_of"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -12,15 +11,14 @@ import torch
 import torch.distributed as dist
 
 from smddp.modelparallel.common.errors import SMPInitializationError
-from smddp.modelparallel.job.config import Configuration, configure
 from smddp.modelparallel.job.groups import Groups
 from smddp.modelparallel.job.state import state
-from smddp.modelparallel.job.topology import Topology
 from smddp_launch import complete_from_launcher, complete_rendezvous
+from smddp_smp.config import Configuration, configure
+from smddp_smp.logs import log, make_visible
+from smddp_smp.topology import Topology
 
 __all__ = ["init", "is_initialized", "shutdown"]
-
-log = logging.getLogger("smddp.modelparallel")
 
 
 def is_initialized() -> bool:
@@ -34,7 +32,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     Every rank has to call it before anything else of smp. A second call does nothing.
 
     Args:
-        config: the keys of `smddp.modelparallel.job.config_keys`; the environment variable
+        config: the keys of `smddp_smp.config_keys`; the environment variable
             SM_HP_MP_PARAMETERS overrides them.
 
     Raises:
@@ -85,7 +83,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     state.fill(cfg, topology, groups, owns)
     atexit.register(shutdown)
     if rank == 0:
-        _make_log_visible()
+        make_visible()
         log.info(
             "smp: %d ranks = %d replica(s) x %d partition(s); %d microbatches, %s pipeline",
             *(size, topology.size_of("dp"), topology.pp_size, cfg.microbatches, cfg.pipeline),
@@ -119,15 +117,6 @@ def _compare(cfg: Configuration) -> None:
                     f"the ranks have different configurations: {name} is {everybody[0][name]!r} on "
                     f"rank 0, {value!r} on rank {rank}"
                 )
-
-
-def _make_log_visible() -> None:
-    """Prints smp's log to stderr, unless the script has set up logging itself."""
-    if log.level == logging.NOTSET and not log.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
 
 
 def _bring_up(cfg: Configuration, rank: int, size: int) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.job.state import State
-from smddp.modelparallel.job.topology import CommGroup, RankType
+from smddp_smp.topology import CommGroup, RankType
 
 __all__ = ["Messenger"]
 

@@ -11,9 +11,9 @@ import weakref
 from typing import Any, TypeVar
 
 from smddp.modelparallel.common.errors import SMPInitializationError
-from smddp.modelparallel.job.config import Configuration
 from smddp.modelparallel.job.groups import Groups
-from smddp.modelparallel.job.topology import Topology
+from smddp_smp.config import Configuration
+from smddp_smp.topology import Topology
 
 __all__ = ["State", "state"]
 

@@ -31,7 +31,6 @@ from smddp.modelparallel.optimizer.stand_ins import StandIns
 from smddp.modelparallel.partition.decide import decide_and_report
 from smddp.modelparallel.partition.placement import Decision, Placement
 from smddp.modelparallel.pipeline.executor import Executor
-from smddp.modelparallel.pipeline.failure import OrderMattersError, Redo, summary
 from smddp.modelparallel.pipeline.modules import Modules, difference
 from smddp.modelparallel.pipeline.order_group import OrderGroup
 from smddp.modelparallel.pipeline.outlook import Outlook
@@ -39,6 +38,7 @@ from smddp.modelparallel.pipeline.protocol import Kind
 from smddp.modelparallel.pipeline.step import BufferReport, Schedule, StepBegin
 from smddp.modelparallel.sharding.sharding import Sharding
 from smddp.modelparallel.tensor.module import mark_divided
+from smddp_smp.failure import OrderMattersError, Redo, summary
 
 __all__ = ["ModelRuntime"]
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from smddp.modelparallel.partition.manual import has_state
 from smddp.modelparallel.partition.placement import own_bytes
-from smddp.modelparallel.partition.solver import Node
 from smddp.modelparallel.partition.trace import Trace
 from smddp.modelparallel.pipeline.modules import Modules
+from smddp_smp.solver import Node
 
 __all__ = ["Units"]
 

@@ -19,9 +19,7 @@ from torch.autograd.graph import GradientEdge
 from smddp.modelparallel.common.buffers import version_of
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.structure import rebuild
-from smddp.modelparallel.pipeline.baton import Ticket
 from smddp.modelparallel.pipeline.collector import Collector
-from smddp.modelparallel.pipeline.failure import ArgumentChangedError
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import Lazy
 from smddp.modelparallel.pipeline.protocol import (
@@ -37,6 +35,8 @@ from smddp.modelparallel.pipeline.protocol import (
     raise_if_unpicklable,
 )
 from smddp.modelparallel.pipeline.services import RankServices
+from smddp_smp.baton import Ticket
+from smddp_smp.failure import ArgumentChangedError
 
 __all__ = ["CallerSide", "Outgoing", "run_backward"]
 

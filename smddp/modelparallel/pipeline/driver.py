@@ -6,7 +6,6 @@ import contextvars
 import dataclasses
 import functools
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 
 from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.common.structure import flatten, map_tensors
-from smddp.modelparallel.pipeline.baton import Priority, Task, Ticket
 from smddp.modelparallel.pipeline.executor import Executor
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import force
@@ -24,10 +22,12 @@ from smddp.modelparallel.pipeline.microbatch import (
     split_arguments,
     unequal_lengths,
 )
-from smddp.modelparallel.pipeline.order import TaskName
 from smddp.modelparallel.pipeline.protocol import ambient
 from smddp.modelparallel.pipeline.randomness import draw_seed, mix, seed_all
 from smddp.modelparallel.pipeline.step import Schedule, StepResult
+from smddp_smp.baton import Priority, Task
+from smddp_smp.order import TaskName
+from smddp_smp.progress import Progress
 
 __all__ = ["Body", "Driver"]
 
@@ -58,9 +58,8 @@ class Body:
 class Driver:
     """Runs one step; see `StepDriver`.
 
-    A microbatch is *active* from its beginning to its end, and has a task of its own. At most
-    `schedule.active` of them are active at a time. In the simple pipeline a microbatch that reaches
-    its backward pass waits until all active microbatches have reached it.
+    Each microbatch has a task of its own; `Progress` says when it may begin, and when it waits
+    before its backward pass.
 
     Attributes:
         called_backward: has a microbatch of this step called `model.backward`?
@@ -92,12 +91,9 @@ class Driver:
         self._body = body
         self._schedule = schedule
         self._args, self._kwargs = args, kwargs
-        self._lock = threading.Lock()
-        self._started = self._ended = 0
-        self._in_forward = 0  # active microbatches that have not reached their backward pass
-        # Of microbatches in the simple pipeline that wait before their backward pass.
-        self._parked: list[Ticket] = []
-        self._reached_backward: set[int] = set()  # microbatches
+        self._progress = Progress(
+            executor.baton, schedule.microbatches, schedule.active, schedule.simple
+        )
         self._results: list[Any] = [None] * schedule.microbatches
         self.called_backward = False
         self.random_state: RandomState | None = None
@@ -184,34 +180,16 @@ class Driver:
             Aborted: the step has failed meanwhile.
         """
         self.called_backward = True
-        if frame.microbatch in self._reached_backward:
+        ticket = self._progress.reach_backward(frame.microbatch)
+        if ticket is None:
             return
-        self._reached_backward.add(frame.microbatch)
-        ticket = Ticket()
-        with self._lock:
-            self._in_forward -= 1
-            if self._schedule.simple:
-                self._parked.append(ticket)
-        if not self._schedule.simple:
-            return
-        self._release()
         # The last microbatch to come here lets the older ones go first: gradients are added in the
         # order of microbatches, and those that come too early need memory.
         self._executor.wait(ticket, frame, forward=False, yields=True)
 
     def _start_more(self) -> None:
         """Begins microbatches as long as there are any and the schedule allows more."""
-        schedule = self._schedule
-        with self._lock:
-            numbers = []
-            while (
-                self._started < schedule.microbatches
-                and self._started - self._ended < schedule.active
-            ):
-                numbers.append(self._started)
-                self._started += 1
-                self._in_forward += 1
-        for number in numbers:
+        for number in self._progress.start_more():
             frame = Frame(
                 microbatch=number,
                 forward=True,
@@ -224,15 +202,6 @@ class Driver:
             task.frame, task.name = frame, TaskName("body", number)
             self._executor.baton.submit(task)
 
-    def _release(self) -> None:
-        """Lets parked microbatches go on once all active ones have reached their backward pass."""
-        with self._lock:
-            if self._schedule.simple and self._in_forward > 0:
-                return
-            parked, self._parked = self._parked, []
-        for ticket in parked:
-            self._executor.baton.complete(ticket)
-
     def _microbatch(self, frame: Frame) -> None:
         """The task of one microbatch."""
         number = frame.microbatch
@@ -242,22 +211,17 @@ class Driver:
         finally:
             self._executor.timeline.leave()
         self._executor.caller.drop(frame.sent)
-        reached_backward = number in self._reached_backward
+        reached_backward = self._progress.has_reached_backward(number)
         # In a training step the backward pass itself frees what other ranks keep of the microbatch.
         # Other ranks need DONE if this microbatch has not called model.backward. They need it also
         # until a step of this function that called it has succeeded: while a rank does not know how
         # many gradients to expect, it adds those of a microbatch only at its end (GradientSum).
         self._executor.microbatch_done(number, not (reached_backward and self._body.trains))
-        with self._lock:
-            if not reached_backward:
-                self._in_forward -= 1
-            self._ended += 1
-            last = self._ended == self._schedule.microbatches
-        if last:
+        if self._progress.end(number):
             self._executor.finish()
         else:
             self._start_more()
-            self._release()
+            self._progress.release()
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,24 +12,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
+from smddp.modelparallel.common import device
 from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
 from smddp.modelparallel.common.random_state import RandomState
-from smddp.modelparallel.pipeline.baton import Aborted, Baton, Priority, Task, Ticket
 from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.channel import Arrival, Channel, Ended
-from smddp.modelparallel.pipeline.failure import (
-    Elsewhere,
-    Failure,
-    Redo,
-    choose,
-    describe,
-    raise_as_error,
-)
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.modules import Findings, Modules
-from smddp.modelparallel.pipeline.order import Announcement, Follower, Leader, TaskName, TaskOrder
 from smddp.modelparallel.pipeline.order_group import OrderGroup, Outcome
 from smddp.modelparallel.pipeline.protocol import Kind, Message, raise_if_unpicklable
 from smddp.modelparallel.pipeline.server import Server
@@ -44,6 +36,16 @@ from smddp.modelparallel.pipeline.step import (
     StepResult,
 )
 from smddp.modelparallel.pipeline.timeline import Timeline
+from smddp_smp.baton import Aborted, Baton, Priority, Task, Ticket
+from smddp_smp.failure import (
+    Elsewhere,
+    Failure,
+    Redo,
+    choose,
+    describe,
+    raise_as_error,
+)
+from smddp_smp.order import Announcement, Follower, Leader, TaskName, TaskOrder
 
 __all__ = ["Executor"]
 
@@ -104,7 +106,9 @@ class Executor:
             order = Leader(replicas.announce)
             if not replicas.leads:
                 order = Follower(self._diverged, lambda: self._order_over.set())
-        self.baton = Baton(self._task_failed, self, lambda: RandomState().restore, order)
+        self.baton = Baton(
+            self._task_failed, self, lambda: RandomState().restore, order, _prepare_thread
+        )
         self.caller = CallerSide(self)
         self.server = Server(self, self.caller)
         # In a step: the model that it trains; on rank 0, what runs the body.
@@ -829,6 +833,19 @@ class Executor:
 
     def _who(self, peer: int) -> str:
         return f"rank {peer} of the pipeline"
+
+
+def _prepare_thread() -> Callable[[], None]:
+    """Returns what a new thread of the baton does first; the calling thread has the device."""
+    place = device.current()
+
+    def prepare() -> None:
+        # Without this, autograd would run on one thread per device, shared by all microbatches: a
+        # microbatch that waits there would block the work that it waits for.
+        torch.autograd.set_multithreading_enabled(False)
+        device.use(place)
+
+    return prepare
 
 
 def _leaf(tensor: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.structure import flatten, rebuild
+from smddp_smp.arguments import divide_arguments, entries
 
 __all__ = ["StepOutput", "collect", "divided_tensors", "split_arguments", "unequal_lengths"]
 
@@ -104,21 +105,7 @@ def split_arguments(
         SMPUsageError: a name is unknown, the function does not take the arguments, or a tensor
             cannot be divided evenly.
     """
-    signature = inspect.signature(function)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise SMPUsageError(f"smp.step: {function.__name__}: {error}") from None
-    _check_names(signature, whole, axes)
-    parts: list[tuple[list[Any], dict[str, Any]]] = [([], {}) for _ in range(count)]
-    for name, item, positional in _entries(bound):
-        pieces = _pieces(name, item, count, name in whole, axes.get(name, 0))
-        for part, piece in zip(parts, pieces, strict=True):
-            if positional:
-                part[0].append(piece)
-            else:
-                part[1][name] = piece
-    return parts
+    return divide_arguments(function, args, kwargs, count, whole, axes, _pieces)
 
 
 def divided_tensors(
@@ -131,7 +118,7 @@ def divided_tensors(
 
     The arguments are those of `split_arguments`.
     """
-    for name, item, _ in _entries(inspect.signature(function).bind(*args, **kwargs)):
+    for name, item, _ in entries(inspect.signature(function).bind(*args, **kwargs)):
         tensors: list[torch.Tensor] = []
         if name not in whole and not isinstance(item, torch.nn.Module | torch.optim.Optimizer):
             flatten(item, tensors, [], _slices_itself)
@@ -158,33 +145,6 @@ def unequal_lengths(
     if len(set(found.values())) < 2:
         return ""
     return f"the arguments that smp.step divides differ in length: {', '.join(found)}"
-
-
-def _entries(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any, bool]]:
-    """Yields (name, value, is it positional?) of every argument."""
-    for name, value in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            yield from ((name, item, True) for item in value)
-        elif kind is inspect.Parameter.VAR_KEYWORD:
-            yield from ((entry, item, False) for entry, item in value.items())
-        else:
-            yield name, value, kind is not inspect.Parameter.KEYWORD_ONLY
-
-
-def _check_names(
-    signature: inspect.Signature, whole: Sequence[str], axes: Mapping[str, int]
-) -> None:
-    takes_any = any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD
-        for parameter in signature.parameters.values()
-    )
-    for name in (*whole, *axes):
-        if name not in signature.parameters and not takes_any:
-            raise SMPUsageError(
-                f"smp.step: the function has no argument {name!r}; it has "
-                f"{', '.join(signature.parameters)}"
-            )
 
 
 def _pieces(name: str, value: Any, count: int, whole: bool, axis: int) -> list[Any]:

@@ -26,7 +26,6 @@ from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.collector import KnownCall, predictable
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import Lazy, force, patch_function_apply
-from smddp.modelparallel.pipeline.order import SliceObserver
 from smddp.modelparallel.pipeline.outlook import Outlook, key_of
 from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, seeded
 from smddp.modelparallel.pipeline.remote_tensor import (
@@ -37,6 +36,7 @@ from smddp.modelparallel.pipeline.remote_tensor import (
     values_of,
 )
 from smddp.modelparallel.pipeline.services import RankServices
+from smddp_smp.order import SliceObserver
 
 __all__ = ["Findings", "Modules", "Surroundings", "difference", "forget_owner"]
 

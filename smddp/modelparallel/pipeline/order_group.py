@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from smddp.modelparallel.common.errors import SMPPeerError
 from smddp.modelparallel.pipeline.channel import Channel, Ended
-from smddp.modelparallel.pipeline.failure import Elsewhere
 from smddp.modelparallel.pipeline.modules import Findings
-from smddp.modelparallel.pipeline.order import Announcement
 from smddp.modelparallel.pipeline.protocol import Kind
+from smddp_smp.failure import Elsewhere
+from smddp_smp.order import Announcement
 
 __all__ = ["OrderEvents", "OrderGroup", "Outcome"]
 

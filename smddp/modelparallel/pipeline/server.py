@@ -16,13 +16,10 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smddp.modelparallel.common.structure import flatten
-from smddp.modelparallel.pipeline.baton import Priority, Task
 from smddp.modelparallel.pipeline.calls import CallerSide, run_backward
-from smddp.modelparallel.pipeline.failure import StructureChangedError
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.modules import Modules
-from smddp.modelparallel.pipeline.order import TaskName
 from smddp.modelparallel.pipeline.protocol import (
     SINK,
     SOURCE,
@@ -38,6 +35,9 @@ from smddp.modelparallel.pipeline.protocol import (
 )
 from smddp.modelparallel.pipeline.services import RankServices
 from smddp.modelparallel.pipeline.step import UNLIMITED
+from smddp_smp.baton import Priority, Task
+from smddp_smp.failure import StructureChangedError
+from smddp_smp.order import TaskName
 
 __all__ = ["Server"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from smddp.modelparallel.pipeline.baton import Baton, Ticket
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.protocol import Kind
 from smddp.modelparallel.pipeline.timeline import Timeline
+from smddp_smp.baton import Baton, Ticket
 
 __all__ = ["RankServices"]
 

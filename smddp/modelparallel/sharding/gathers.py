@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 
 from smddp.modelparallel.common.errors import SMPError, SMPPeerError, SMPUsageError
-from smddp.modelparallel.pipeline.failure import PlanChangedError
-from smddp.modelparallel.pipeline.order import Decision
 from smddp.modelparallel.sharding.shard import ShardedParameter
+from smddp_smp.failure import PlanChangedError
+from smddp_smp.order import Decision
 
 __all__ = ["Gathers"]
 

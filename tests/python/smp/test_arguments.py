@@ -13,10 +13,10 @@ from ranks import check_ranks
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.job.config import configure
 from smddp.modelparallel.partition.decide import decide
 from smddp.modelparallel.partition.placement import Decision, Placement
 from smddp.modelparallel.pipeline.modules import Modules
+from smddp_smp.config import configure
 
 MANUAL = {"auto_partition": False, "default_partition": 0, "ddp": True}
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from smddp.modelparallel.common.errors import SMPConfigurationError
-from smddp.modelparallel.job.config import ENVIRONMENT_VARIABLE, configure
-from smddp.modelparallel.job.config_keys import KEYS, insert, markdown
+from smddp_smp.config import ENVIRONMENT_VARIABLE, configure
+from smddp_smp.config_keys import KEYS, insert, markdown
 
 
 def test_defaults_follow_from_other_keys() -> None:
@@ -198,6 +198,4 @@ def test_every_key_is_an_attribute_and_silent_by_default() -> None:
 
 def test_the_documented_table_is_the_real_one() -> None:
     text = (Path(__file__).parents[3] / "docs" / "model-parallel.md").read_text()
-    assert insert(text) == text, (
-        "run python -m smddp.modelparallel.job.config_keys docs/model-parallel.md"
-    )
+    assert insert(text) == text, "run python -m smddp_smp.config_keys docs/model-parallel.md"

@@ -18,10 +18,10 @@ import torch
 from smp.test_task_order_simulated import STALLED, Job, Rank
 
 from smddp.modelparallel.common.errors import SMPPeerError
-from smddp.modelparallel.pipeline.baton import Task
-from smddp.modelparallel.pipeline.failure import PlanChangedError
-from smddp.modelparallel.pipeline.order import Leader, TaskName
 from smddp.modelparallel.sharding.gathers import Gathers
+from smddp_smp.baton import Task
+from smddp_smp.failure import PlanChangedError
+from smddp_smp.order import Leader, TaskName
 
 PARAMETERS = 5
 

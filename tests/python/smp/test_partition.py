@@ -14,10 +14,10 @@ from smp.zoo import ZOO, arguments, batch_of, make
 from torch import nn
 
 from smddp.modelparallel.partition import trace as partition_trace
-from smddp.modelparallel.partition.solver import Node, bottleneck, divide_exactly, divide_tree
 from smddp.modelparallel.partition.trace import trace_model
 from smddp.modelparallel.partition.units import Units
 from smddp.modelparallel.pipeline.modules import Modules
+from smddp_smp.solver import Node, bottleneck, divide_exactly, divide_tree
 
 
 class _Services:

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from smddp.modelparallel.pipeline.baton import Baton, Priority, Task, Ticket
-from smddp.modelparallel.pipeline.order import Follower, Leader, TaskName
+from smddp_smp.baton import Baton, Priority, Task, Ticket
+from smddp_smp.order import Follower, Leader, TaskName
 
 STALLED = 20.0  # seconds after which a case has stalled
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from smddp.modelparallel.common.errors import SMPInitializationError
-from smddp.modelparallel.job.topology import Topology
+from smddp_smp.topology import Topology
 
 
 def topology(rank: int, size: int, pp: int, tp: int, placement: str) -> Topology:

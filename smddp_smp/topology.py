@@ -10,7 +10,7 @@ import enum
 import functools
 from collections.abc import Callable
 
-from smddp.modelparallel.common.errors import SMPInitializationError
+from smddp_smp.errors import SMPInitializationError
 
 __all__ = ["CommGroup", "RankType", "Topology"]
 

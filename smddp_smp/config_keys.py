@@ -1,6 +1,6 @@
 """The configuration keys, one by one.
 
-`python -m smddp.modelparallel.job.config_keys FILE` writes them into a document, between two
+`python -m smddp_smp.config_keys FILE` writes them into a document, between two
 markers.
 """
 
@@ -14,10 +14,7 @@ from typing import Any
 
 __all__ = ["KEYS", "Key", "insert", "markdown"]
 
-BEGIN = (
-    "<!-- keys: written by "
-    "`python -m smddp.modelparallel.job.config_keys docs/model-parallel.md` -->"
-)
+BEGIN = "<!-- keys: written by `python -m smddp_smp.config_keys docs/model-parallel.md` -->"
 END = "<!-- end of keys -->"
 
 _PLACEMENTS = ["spread", "cluster", *("".join(p) for p in itertools.permutations("DPT"))]

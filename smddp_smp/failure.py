@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from smddp.modelparallel.common.errors import (
+from smddp_smp.errors import (
     SMPError,
     SMPMicrobatchError,
     SMPPartitionError,

@@ -17,10 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
-from smddp.modelparallel.common import device
-from smddp.modelparallel.pipeline.order import TaskName, TaskOrder
+from smddp_smp.order import TaskName, TaskOrder
 
 __all__ = ["Aborted", "Baton", "Inbox", "Priority", "Task", "Ticket"]
 
@@ -134,6 +131,7 @@ class Baton:
         inbox: Inbox,
         save_state: Callable[[], Callable[[], None]],
         order: TaskOrder | None = None,
+        prepare: Callable[[], Callable[[], None]] = lambda: _nothing,
     ) -> None:
         """Begins without threads.
 
@@ -144,8 +142,11 @@ class Baton:
                 random generators; returns a function that restores it. Called only if the waiting
                 thread passes the baton on.
             order: decides, with other ranks, which task is next; None if this rank decides alone.
+            prepare: called on a thread that makes a worker; returns what runs first on the thread
+                of the worker.
         """
         self.order = order
+        self._prepare = prepare
         self.watch: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
         self._failed = failed
         self._inbox = inbox
@@ -413,10 +414,7 @@ class Baton:
 
     def _run(self, worker: _Worker) -> None:
         """The life of a worker thread."""
-        # Without this, autograd would run on one thread per device, shared by all microbatches: a
-        # microbatch that waits there would block the work that it waits for.
-        torch.autograd.set_multithreading_enabled(False)
-        device.use(worker.device)
+        worker.prepare()
         worker.wake.acquire()
         task, worker.task = worker.task, None
         while True:
@@ -445,6 +443,10 @@ class Baton:
                     self.order.ended(number)
 
 
+def _nothing() -> None:
+    pass
+
+
 def _may_begin(task: Task) -> bool:
     return task.admitted is None or task.admitted()
 
@@ -463,5 +465,5 @@ class _Worker:
         self.wake.acquire()
         # The task to run after waking; None to look for one.
         self.task: Task | None = None
-        self.device = device.current()
+        self.prepare = baton._prepare()
         threading.Thread(target=baton._run, args=(self,), name="smp-task", daemon=True).start()

@@ -14,8 +14,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from smddp.modelparallel.common.errors import SMPConfigurationError
-from smddp.modelparallel.job.config_keys import KEYS, Key
+from smddp_smp.config_keys import KEYS, Key
+from smddp_smp.errors import SMPConfigurationError
 
 __all__ = ["ENVIRONMENT_VARIABLE", "Configuration", "configure", "main"]
 

@@ -1,0 +1,1 @@
+"""What model parallelism for PyTorch and for TensorFlow have in common. It imports neither."""

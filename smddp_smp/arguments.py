@@ -1,0 +1,80 @@
+"""Divides the arguments of a step's function into those of each microbatch, by their names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from smddp_smp.errors import SMPUsageError
+
+__all__ = ["divide_arguments", "entries"]
+
+
+def divide_arguments(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    count: int,
+    whole: Sequence[str],
+    axes: Mapping[str, int],
+    pieces: Callable[[str, Any, int, bool, int], list[Any]],
+) -> list[tuple[list[Any], dict[str, Any]]]:
+    """Returns the (positional, named) arguments of each microbatch.
+
+    Args:
+        function: whose parameter names `whole` and `axes` use.
+        args: positional arguments.
+        kwargs: named arguments.
+        count: the number of microbatches.
+        whole: names of arguments that are not divided.
+        axes: along which dimension to divide, by name of the argument; 0 for those that are not
+            named.
+        pieces: divides the value of one argument; gets its name, the value, `count`, whether it
+            stays whole, and the dimension.
+
+    Raises:
+        SMPUsageError: a name is unknown, or the function does not take the arguments.
+    """
+    signature = inspect.signature(function)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise SMPUsageError(f"smp.step: {function.__name__}: {error}") from None
+    _check_names(signature, whole, axes)
+    parts: list[tuple[list[Any], dict[str, Any]]] = [([], {}) for _ in range(count)]
+    for name, item, positional in entries(bound):
+        made = pieces(name, item, count, name in whole, axes.get(name, 0))
+        for part, piece in zip(parts, made, strict=True):
+            if positional:
+                part[0].append(piece)
+            else:
+                part[1][name] = piece
+    return parts
+
+
+def entries(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any, bool]]:
+    """Yields (name, value, is it positional?) of every argument."""
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            yield from ((name, item, True) for item in value)
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            yield from ((entry, item, False) for entry, item in value.items())
+        else:
+            yield name, value, kind is not inspect.Parameter.KEYWORD_ONLY
+
+
+def _check_names(
+    signature: inspect.Signature, whole: Sequence[str], axes: Mapping[str, int]
+) -> None:
+    takes_any = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD
+        for parameter in signature.parameters.values()
+    )
+    for name in (*whole, *axes):
+        if name not in signature.parameters and not takes_any:
+            raise SMPUsageError(
+                f"smp.step: the function has no argument {name!r}; it has "
+                f"{', '.join(signature.parameters)}"
+            )

@@ -1,0 +1,128 @@
+"""Model parallelism for TensorFlow and Keras; scripts import it under its original name.
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    smp.init({"partitions": 2, "microbatches": 2})
+
+    class MyModel(smp.DistributedModel): ...
+
+    @smp.step
+    def forward_backward(images, labels):
+        predictions = model(images, training=True)
+        loss = loss_object(labels, predictions)
+        return optimizer.get_gradients(loss, model.trainable_variables), loss
+
+    gradients, loss = forward_backward(images, labels)
+    gradients = [gradient.accumulate() for gradient in gradients]
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+It imports neither torch nor the package smddp.
+"""
+
+from tensorflow.train import Checkpoint
+
+from smddp_smp.errors import (
+    SMPConfigurationError,
+    SMPError,
+    SMPInitializationError,
+    SMPMicrobatchError,
+    SMPPartitionError,
+    SMPPeerError,
+    SMPUsageError,
+)
+from smddp_smp.topology import CommGroup, RankType
+from smddp_tensorflow.modelparallel.checkpoint import CheckpointManager
+from smddp_tensorflow.modelparallel.gradients import install as _install
+from smddp_tensorflow.modelparallel.job import (
+    allgather,
+    barrier,
+    broadcast,
+    dp_barrier,
+    dp_rank,
+    dp_size,
+    get_dp_group,
+    get_mp_group,
+    get_pp_group,
+    get_world_group,
+    init,
+    instance_id,
+    is_initialized,
+    local_rank,
+    local_size,
+    mp_barrier,
+    mp_rank,
+    mp_size,
+    pp_barrier,
+    pp_rank,
+    pp_size,
+    rank,
+    recv_from,
+    send,
+    shutdown,
+    size,
+)
+from smddp_tensorflow.modelparallel.layers import partition
+from smddp_tensorflow.modelparallel.model import DistributedModel, register_post_partition_hook
+from smddp_tensorflow.modelparallel.step import StepOutput, step
+
+WORLD, MP_GROUP, DP_GROUP = CommGroup.WORLD, CommGroup.MP_GROUP, CommGroup.DP_GROUP
+PP_GROUP, RDP_GROUP = CommGroup.PP_GROUP, CommGroup.RDP_GROUP
+WORLD_RANK, MP_RANK, DP_RANK = RankType.WORLD_RANK, RankType.MP_RANK, RankType.DP_RANK
+PP_RANK, RDP_RANK = RankType.PP_RANK, RankType.RDP_RANK
+
+_install()
+
+__all__ = [
+    "DP_GROUP",
+    "DP_RANK",
+    "MP_GROUP",
+    "MP_RANK",
+    "PP_GROUP",
+    "PP_RANK",
+    "RDP_GROUP",
+    "RDP_RANK",
+    "WORLD",
+    "WORLD_RANK",
+    "Checkpoint",
+    "CheckpointManager",
+    "CommGroup",
+    "DistributedModel",
+    "RankType",
+    "SMPConfigurationError",
+    "SMPError",
+    "SMPInitializationError",
+    "SMPMicrobatchError",
+    "SMPPartitionError",
+    "SMPPeerError",
+    "SMPUsageError",
+    "StepOutput",
+    "allgather",
+    "barrier",
+    "broadcast",
+    "dp_barrier",
+    "dp_rank",
+    "dp_size",
+    "get_dp_group",
+    "get_mp_group",
+    "get_pp_group",
+    "get_world_group",
+    "init",
+    "instance_id",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mp_barrier",
+    "mp_rank",
+    "mp_size",
+    "partition",
+    "pp_barrier",
+    "pp_rank",
+    "pp_size",
+    "rank",
+    "recv_from",
+    "register_post_partition_hook",
+    "send",
+    "shutdown",
+    "size",
+    "step",
+]

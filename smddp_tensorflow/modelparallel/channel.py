@@ -1,0 +1,172 @@
+"""Messages between the ranks of a pipeline: a kind, an object and tensors."""
+
+from __future__ import annotations
+
+import enum
+import pickle
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+import smddp_numpy
+from smddp_tensorflow.modelparallel.values import from_bytes, to_bytes
+
+__all__ = ["Channel", "Kind", "Message"]
+
+_FRONT = 1 << 14  # bytes of the first part of a message, which has a fixed length
+_HEAD = 16  # bytes: the length of the message, and of what is pickled in it
+_FIRST, _REST = 1, 2  # tags
+_SLICE = 0.1  # seconds between looks at interruptions and deadlines
+_FOREVER = 1e8  # seconds
+
+
+class Kind(enum.IntEnum):
+    """What a message says."""
+
+    BEGIN = 0  # rank 0 begins a step
+    CALL = 1  # run a layer
+    RESULT = 2  # of a call
+    BACKWARD = 3  # the gradients of a call's results
+    GRADIENTS = 4  # those of its arguments
+    FAILED = 5  # the step has failed
+    END = 6  # of rank 0: what the step returns; of others: they have it
+
+
+class Message(NamedTuple):
+    """What another rank has sent.
+
+    Attributes:
+        sender: a rank of the pipeline.
+        kind: what it says.
+        step: in which step it was sent.
+        header: an object.
+        tensors: see `Kind`.
+    """
+
+    sender: int
+    kind: Kind
+    step: int
+    header: Any
+    tensors: list[Any]
+
+
+class Channel:
+    """This rank's messages. Any thread may send; one at a time takes.
+
+    A receive that no message has ended in its step stays, and takes the first message of the next.
+    """
+
+    def __init__(self, group: smddp_numpy.Group, timeout: float) -> None:
+        """Begins to receive nothing yet.
+
+        Args:
+            group: the ranks of the pipeline; nothing else sends messages in it.
+            timeout: seconds that `take` waits.
+        """
+        self._group, self._timeout = group, timeout
+        self.peers = [peer for peer in range(group.size) if peer != group.rank]
+        self._front = np.empty(_FRONT, np.uint8)
+        self._posted: smddp_numpy.Work | None = None
+        self._sending: list[smddp_numpy.Work] = []
+        self._lock = threading.Lock()
+        self._interrupted = threading.Event()
+
+    def send(
+        self, peer: int, kind: Kind, step: int, header: Any, tensors: Sequence[Any] = ()
+    ) -> None:
+        """Sends a message; returns before it has arrived."""
+        outline = [(tensor.dtype.name, tuple(tensor.shape)) for tensor in tensors]
+        pickled = pickle.dumps((int(kind), step, header, outline), pickle.HIGHEST_PROTOCOL)
+        parts = [np.frombuffer(pickled, np.uint8), *map(to_bytes, tensors)]
+        sizes = [_aligned(part.size) for part in parts]
+        length = _HEAD + sum(sizes)
+        data = np.empty(max(length, _FRONT), np.uint8)
+        data[:_HEAD].view(np.int64)[:] = length, len(pickled)
+        place = _HEAD
+        for part, room in zip(parts, sizes, strict=True):
+            data[place : place + part.size] = part
+            place += room
+        with self._lock:
+            self._sending = [work for work in self._sending if not work.is_completed()]
+            # The rank that waits for an answer sees to the deadline, and knows what it waits for.
+            how: dict[str, Any] = {"wait": False, "timeout": _FOREVER}
+            self._sending.append(self._group.send(data[:_FRONT], peer, tag=_FIRST, **how))
+            if length > _FRONT:
+                self._sending.append(self._group.send(data[_FRONT:], peer, tag=_REST, **how))
+
+    def flush(self) -> None:
+        """Waits until everything has been sent: this process may end afterwards.
+
+        Raises:
+            TimeoutError: a rank has not received it in time.
+            smddp_numpy.Error: a rank is gone.
+        """
+        deadline = time.monotonic() + self._timeout
+        with self._lock:
+            works, self._sending = self._sending, []
+        for work in works:
+            while not work.is_completed(_SLICE):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"a message was not received for {self._timeout:g} s")
+            work.wait()
+
+    def take(self, block: bool) -> list[Message]:
+        """Returns the messages that have come; with `block`, waits until there is one.
+
+        It may return none if another thread has called `interrupt`.
+
+        Raises:
+            TimeoutError: no message has come in time.
+            smddp_numpy.Error: a rank is gone.
+        """
+        arrived: list[Message] = []
+        deadline = time.monotonic() + self._timeout
+        while True:
+            wait = block and not arrived
+            if self._posted is None:
+                self._posted = self._group.receive(
+                    self._front, tag=_FIRST, wait=False, timeout=_FOREVER
+                )
+            if self._posted.is_completed(_SLICE if wait else 0.0):
+                work, self._posted = self._posted, None
+                work.wait()
+                arrived.append(self._received(work.source()))
+            elif not wait:
+                return arrived
+            elif self._interrupted.is_set():
+                self._interrupted.clear()
+                return []
+            elif time.monotonic() > deadline:
+                raise TimeoutError(f"no message has come for {self._timeout:g} s")
+
+    def _received(self, sender: int) -> Message:
+        length, pickled = map(int, self._front[:_HEAD].view(np.int64))
+        data = self._front
+        if length > _FRONT:
+            data = np.empty(length, np.uint8)
+            data[:_FRONT] = self._front
+            self._group.receive(data[_FRONT:], sender, tag=_REST)
+        kind, step, header, outline = pickle.loads(data[_HEAD : _HEAD + pickled].tobytes())
+        place, tensors = _HEAD + _aligned(pickled), []
+        for name, shape in outline:
+            count = int(np.prod(shape)) * tf.dtypes.as_dtype(name).size
+            tensors.append(from_bytes(data[place : place + count], name, shape))
+            place += _aligned(count)
+        return Message(sender, Kind(kind), step, header, tensors)
+
+    def close(self) -> None:
+        """Ends the receive that may be left of a failed step; nothing can be sent any more."""
+        if self._posted is not None:
+            self._group.abort("smp.shutdown() was called")
+
+    def interrupt(self) -> None:
+        """Ends the `take` that waits, or else the next one."""
+        self._interrupted.set()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16

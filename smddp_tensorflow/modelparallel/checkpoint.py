@@ -1,0 +1,144 @@
+"""`smp.CheckpointManager`: each partition saves its part of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from smddp_smp.errors import SMPPartitionError, SMPUsageError
+from smddp_tensorflow.callbacks import variables_of
+from smddp_tensorflow.modelparallel import job
+from smddp_tensorflow.modelparallel.model import DistributedModel, current
+from smddp_tensorflow.modelparallel.values import as_tensor
+
+__all__ = ["CheckpointManager"]
+
+
+class CheckpointManager:
+    """Saves and restores a `tf.train.Checkpoint` whose model and optimizer are divided.
+
+    All ranks call its methods, after the first step. The ranks of the first replica save, each in
+    a folder of its own; all ranks restore, so all need the directory.
+
+    Attributes:
+        checkpoint: that of the script.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Any,
+        directory: str = "/opt/ml/checkpoints",
+        max_to_keep: int | None = None,
+        checkpoint_name: str = "ckpt",
+    ) -> None:
+        """Writes nothing yet.
+
+        Args:
+            checkpoint: a `tf.train.Checkpoint` of the smp.DistributedModel, optimizers and others.
+            directory: a folder.
+            max_to_keep: of so many checkpoints, older ones are deleted; None for no limit.
+            checkpoint_name: how names of checkpoints begin.
+        """
+        self.checkpoint = checkpoint
+        self._directory, self._name, self._keep = Path(directory), checkpoint_name, max_to_keep
+        self._next = 1
+
+    def save(self, checkpoint_number: int | None = None) -> str:
+        """Saves, and returns the name of the checkpoint, such as "ckpt-3".
+
+        Args:
+            checkpoint_number: None for the next one.
+
+        Raises:
+            SMPUsageError: before the first step.
+        """
+        number = self._next if checkpoint_number is None else checkpoint_number
+        self._next = number + 1
+        if job.dp_rank() == 0:
+            folder = self._folder(job.pp_rank())
+            manager = tf.train.CheckpointManager(
+                self._mine(), str(folder), self._keep, checkpoint_name=self._name
+            )
+            manager.save(checkpoint_number=number)
+            (folder / "division.json").write_text(json.dumps(_division()))
+        job.barrier()
+        return f"{self._name}-{number}"
+
+    def restore(self, restore_prefix: str | None = None) -> str | None:
+        """Restores a checkpoint, and returns its name; None if there is none.
+
+        Args:
+            restore_prefix: the name, or a path that ends in it; None for the newest that all
+                partitions have saved.
+
+        Raises:
+            SMPUsageError: before the first step, or there is no such checkpoint.
+            SMPPartitionError: it was saved from another model, or with another division.
+        """
+        mine = self._mine()
+        everybody = [set(names) for names in job.exchange("world", self._complete())]
+        common = set.intersection(*everybody)
+        if restore_prefix is None:
+            if not common:
+                return None
+            name: str = max(common, key=_number_of)
+        else:
+            name = Path(restore_prefix).name
+            lacking = [rank for rank, names in enumerate(everybody) if name not in names]
+            if lacking:
+                raise SMPUsageError(
+                    f"CheckpointManager.restore: {self._directory} has no checkpoint {name!r} for "
+                    f"rank(s) {lacking} of the job; all ranks have {sorted(common) or 'none'}"
+                )
+        folder = self._folder(job.pp_rank())
+        if json.loads((folder / "division.json").read_text()) != _division():
+            raise SMPPartitionError(
+                f"the checkpoint in {self._directory} was saved from another model, or with "
+                "another division: use the same `partitions`, and the same smp.partition"
+            )
+        mine.restore(str(folder / name)).assert_existing_objects_matched()
+        self._next = _number_of(name) + 1
+        return name
+
+    def _folder(self, part: int) -> Path:
+        return self._directory / f"partition_{part}"
+
+    def _complete(self) -> list[str]:
+        found = tf.train.get_checkpoint_state(str(self._folder(job.pp_rank())))
+        paths = [] if found is None else found.all_model_checkpoint_paths
+        return [Path(path).name for path in paths if Path(path).name.startswith(f"{self._name}-")]
+
+    def _mine(self) -> Any:
+        """Returns a checkpoint of what this rank has of that of the script."""
+        model = current()
+        if model._divided is None:
+            raise SMPUsageError("smp.CheckpointManager works after the first call of a step")
+        parts: dict[str, Any] = {}
+        for name, item in self.checkpoint._trackable_children().items():
+            if isinstance(item, DistributedModel):
+                parts[name] = {
+                    str(number): as_tensor(weight)
+                    for number, weight in enumerate(model._divided.weights)
+                    if model._divided.is_mine(weight)
+                }
+            elif hasattr(item, "apply_gradients"):
+                if hasattr(item, "build") and not getattr(item, "built", True):
+                    item.build(model.trainable_variables)
+                held = map(as_tensor, variables_of(item))
+                parts[name] = {str(number): variable for number, variable in enumerate(held)}
+            else:
+                parts[name] = item
+        parts.pop("save_counter", None)
+        return tf.train.Checkpoint(**parts)
+
+
+def _division() -> Any:
+    divided = current()._divided
+    return json.loads(json.dumps([divided.model.outline(), divided.owners]))
+
+
+def _number_of(name: str) -> int:
+    return int(name.rpartition("-")[2])

@@ -1,0 +1,66 @@
+"""What `optimizer.get_gradients` returns in a step: names of gradients, which owners compute."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import tensorflow as tf
+
+from smddp_smp.errors import SMPUsageError
+from smddp_tensorflow.modelparallel import layers
+
+__all__ = ["Gradient", "install"]
+
+_FIXED = (
+    "smp: gradients cannot be changed inside smp.step, because they are on the ranks that own the "
+    "variables. Return them from the step, and change what it returns."
+)
+
+
+class Gradient:
+    """The gradient of a variable in one microbatch; it is on the rank that owns the variable.
+
+    Attributes:
+        number: of the variable among those of the model.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return Gradient, (self.number,)
+
+    def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> NoReturn:
+        raise SMPUsageError(_FIXED)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise SMPUsageError(_FIXED)
+
+    def _refused(self, *args: Any) -> NoReturn:
+        raise SMPUsageError(_FIXED)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refused
+    __truediv__ = __rtruediv__ = __neg__ = __pow__ = __matmul__ = __rmatmul__ = _refused
+
+
+def install() -> None:
+    """Gives the optimizers of Keras the method `get_gradients`, which Keras 3 does not have."""
+    kinds = {tf.keras.optimizers.Optimizer}
+    legacy = getattr(tf.keras.optimizers, "legacy", None)
+    if legacy is not None and hasattr(legacy, "Optimizer"):
+        kinds.add(legacy.Optimizer)
+    for kind in kinds:
+        kind.get_gradients = _replacement(getattr(kind, "get_gradients", None))
+
+
+def _replacement(former: Any) -> Any:
+    def get_gradients(self: Any, loss: Any, params: Any) -> Any:
+        """Returns the gradients of a loss by variables, inside a function under smp.step."""
+        inside = getattr(layers.current(), "gradients", None)
+        if inside is not None:
+            return inside(loss, params)
+        if former is None:
+            raise SMPUsageError("optimizer.get_gradients works inside a function under smp.step")
+        return former(self, loss, params)
+
+    return get_gradients

@@ -1,0 +1,246 @@
+"""`smp.DistributedModel`: a model of Keras whose layers live on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from smddp_smp.errors import SMPPartitionError, SMPUsageError
+from smddp_tensorflow.modelparallel import job, layers
+from smddp_tensorflow.modelparallel.division import Division, Model, check_reads, decide, report
+from smddp_tensorflow.modelparallel.trace import Trace
+from smddp_tensorflow.modelparallel.values import as_tensor
+
+__all__ = ["DistributedModel", "current", "divide", "plan", "register_post_partition_hook"]
+
+_hooks: list[Callable[[], Any]] = []
+_models: list[DistributedModel] = []
+
+
+def register_post_partition_hook(hook: Callable[[], Any]) -> Callable[[], Any]:
+    """Runs a function without arguments once, when the model has been divided; a decorator.
+
+    That is in the first call of a step, before its microbatches run; at once if it has been.
+    """
+    if _models and _models[-1]._divided is not None:
+        hook()
+    else:
+        _hooks.append(hook)
+    return hook
+
+
+class _Divided:
+    """A model after the division; see `executor.Divided`."""
+
+    def __init__(self, model: Model, division: Division) -> None:
+        rank = job.pp_rank()
+        self.model, self.division = model, division
+        self.layers, self.owners, self.names = model.layers, division.owners, model.names
+        self.numbers = model.numbers
+        # By the id of the variable of TensorFlow; the same variable may be in several layers.
+        self.owner_of: dict[int, int] = {}
+        for number, own in enumerate(model.own):
+            for weight in own:
+                owner = self.owners[number]
+                self.owner_of.setdefault(id(as_tensor(weight)), 0 if owner is None else owner)
+        root = model.layers[0]
+        self.weights = list(root.weights)
+        self.trainable = list(root.trainable_variables)
+        self.variables = {id(as_tensor(one)): i for i, one in enumerate(self.trainable)}
+        self.mine = {number for key, number in self.variables.items() if self.owner_of[key] == rank}
+
+    def is_mine(self, variable: Any) -> bool:
+        return self.owner_of.get(id(as_tensor(variable)), job.pp_rank()) == job.pp_rank()
+
+    def foreign(self) -> Iterator[tuple[int, Any]]:
+        """Yields number and variable of TensorFlow of each weight that another rank owns."""
+        for number, weight in enumerate(self.weights):
+            if not self.is_mine(weight):
+                yield number, as_tensor(weight)
+
+
+class DistributedModel(tf.keras.Model):  # type: ignore[misc]
+    """A model of Keras whose layers are divided over the ranks of a pipeline; subclass it.
+
+    The first call of a function under `smp.step` divides it. Afterwards `variables`, `weights` and
+    their like are those of this rank outside of steps, and those of all ranks inside.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        job.cfg()  # raises before smp.init
+        object.__setattr__(self, "_divided", None)
+        if not _models:
+            job.at_shutdown(_models.clear)
+        _models.append(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model, inside a function under `smp.step`.
+
+        Raises:
+            SMPUsageError: outside of one, if there are several partitions.
+        """
+        if self._divided is not None and layers.current() is None and job.pp_size() > 1:
+            raise SMPUsageError(
+                "the model is divided over several ranks: call it inside a function under smp.step"
+            )
+        return super().__call__(*args, **kwargs)
+
+    def _here(self, variables: Any) -> Any:
+        divided = self.__dict__.get("_divided")
+        if divided is None or layers.current() is not None:
+            return variables
+        return [variable for variable in variables if divided.is_mine(variable)]
+
+    @property
+    def variables(self) -> Any:
+        """This rank's variables."""
+        return self._here(super().variables)
+
+    @property
+    def trainable_variables(self) -> Any:
+        """This rank's trainable variables; all of the model's inside a step."""
+        return self._here(super().trainable_variables)
+
+    @property
+    def non_trainable_variables(self) -> Any:
+        """This rank's other variables."""
+        return self._here(super().non_trainable_variables)
+
+    @property
+    def weights(self) -> Any:
+        """This rank's weights."""
+        return self._here(super().weights)
+
+    @property
+    def trainable_weights(self) -> Any:
+        """This rank's trainable weights."""
+        return self._here(super().trainable_weights)
+
+    @property
+    def non_trainable_weights(self) -> Any:
+        """This rank's other weights."""
+        return self._here(super().non_trainable_weights)
+
+    def save_model(self, save_path: str = "/opt/ml/model") -> None:
+        """Saves the whole model as a SavedModel, which needs no smp; all ranks call it.
+
+        Rank 0 of the job needs memory for all weights meanwhile.
+
+        Args:
+            save_path: a folder.
+
+        Raises:
+            SMPUsageError: the model has not been divided, so it has not been called.
+        """
+        divided = self._divided
+        if divided is None:
+            raise SMPUsageError("save_model: the model has not been called in a step yet")
+        group, rank = job.group("pp"), job.pp_rank()
+        try:
+            for number, weight in enumerate(divided.weights):
+                owner = divided.owner_of[id(as_tensor(weight))]
+                if owner == 0 or job.dp_rank() != 0:
+                    continue
+                variable = as_tensor(weight)
+                if rank == owner:
+                    group.send(np.asarray(variable.numpy()), 0, tag=number)
+                elif rank == 0:
+                    value = np.empty(variable.shape, variable.dtype.as_numpy_dtype)
+                    variable.assign(group.receive(value, owner, tag=number))
+            if job.rank() == 0:
+                with layers.intercepted(_Local()):
+                    if hasattr(self, "export"):
+                        self.export(save_path)
+                    else:
+                        self.save(save_path, save_format="tf")
+        finally:
+            for _, variable in divided.foreign():
+                tf.raw_ops.DestroyResourceOp(resource=variable.handle)
+        job.barrier()
+
+
+class _Local:
+    """Runs every call here."""
+
+    def called(
+        self, layer: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        return original(*args, **kwargs)
+
+
+def current() -> DistributedModel:
+    """Returns the script's model.
+
+    Raises:
+        SMPUsageError: there is none.
+    """
+    if not _models:
+        raise SMPUsageError("smp.step needs an smp.DistributedModel: the script has made none")
+    if len(_models) > 1:
+        raise SMPUsageError(
+            f"a script has one smp.DistributedModel, and this has {len(_models)}: make one of them "
+            "a layer of the other, as a tf.keras.Model"
+        )
+    return _models[0]
+
+
+def plan(model: DistributedModel, found: Trace) -> _Divided:
+    """Decides where the layers live, by a trace; or checks that a trace fits the division there is.
+
+    Raises:
+        SMPPartitionError: the model cannot be divided as asked, or code uses weights of other
+            ranks.
+    """
+    divided: _Divided | None = model._divided
+    if divided is not None:
+        check_reads(divided.model, divided.division, found)
+        return divided
+    outline = Model(model)
+    planned = _Divided(outline, decide(job.cfg(), outline, found))
+    if job.rank() == 0:
+        report(planned.division, outline, job.pp_size())
+    return planned
+
+
+def divide(model: DistributedModel, planned: _Divided) -> None:
+    """Divides a model; all ranks of the job call it.
+
+    Weights of other ranks lose their memory. The ranks of all replicas get the weights of the
+    first.
+
+    Raises:
+        SMPPartitionError: the model is not the same on all ranks.
+    """
+    if model._divided is planned:
+        return
+    outline = planned.model.outline(), planned.owners
+    for rank, answer in enumerate(job.exchange("world", outline)):
+        if answer != outline:
+            raise SMPPartitionError(
+                f"the model has other layers on rank {rank} than on rank {job.rank()}"
+            )
+    object.__setattr__(model, "_divided", planned)
+    for number, variable in planned.foreign():
+        _free(variable, f"smp_{number} (it lives on another rank)")
+    if job.dp_size() > 1:
+        for weight in model.weights:
+            variable = as_tensor(weight)
+            variable.assign(job.group("dp").broadcast(np.array(variable.numpy()), 0))
+    hooks = list(_hooks)
+    _hooks.clear()
+    for hook in hooks:
+        hook()
+
+
+def _free(variable: Any, name: str) -> None:
+    """Frees the memory of a variable. Who reads it gets an error with a name."""
+    handle = tf.raw_ops.VarHandleOp(
+        dtype=variable.dtype, shape=variable.shape, shared_name=name, container=""
+    )
+    # From which graphs know the shape.
+    handle._handle_data = variable.handle._handle_data
+    variable._handle = handle

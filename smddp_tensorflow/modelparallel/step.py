@@ -1,0 +1,439 @@
+"""`@smp.step`: runs a function once per microbatch, over the ranks of a pipeline."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import smddp_numpy
+from smddp_smp.arguments import divide_arguments
+from smddp_smp.errors import SMPError, SMPPartitionError, SMPPeerError, SMPUsageError
+from smddp_smp.failure import summary
+from smddp_tensorflow.modelparallel import job, layers
+from smddp_tensorflow.modelparallel import model as model_module
+from smddp_tensorflow.modelparallel.division import changed_by_body
+from smddp_tensorflow.modelparallel.executor import Executor, Work
+from smddp_tensorflow.modelparallel.gradients import Gradient
+from smddp_tensorflow.modelparallel.trace import trace
+from smddp_tensorflow.modelparallel.values import as_tensor
+
+__all__ = ["StepOutput", "step"]
+
+_executor: Executor | None = None
+
+
+class StepOutput:
+    """What a step returns for a tensor of the function: its value in each microbatch.
+
+    Attributes:
+        outputs: the values, by microbatch. Those of a variable without a gradient are None. With
+            several replicas, those of a gradient are all equal to its mean.
+    """
+
+    def __init__(self, outputs: Sequence[Any]) -> None:
+        self.outputs = list(outputs)
+
+    def accumulate(self, method: str = "variable", var: Any = None) -> Any:
+        """Returns the mean over the microbatches; None if there is no value.
+
+        Args:
+            method: "variable", "add_n" or "accumulate_n"; they give the same.
+            var: a variable that gets the mean, too.
+
+        Raises:
+            ValueError: there is no such method.
+        """
+        if method not in ("variable", "add_n", "accumulate_n"):
+            raise ValueError(f"accumulate: {method!r} is not variable, add_n or accumulate_n")
+        mean = self.reduce_mean()
+        if var is not None:
+            var.assign(mean)
+        return mean
+
+    def reduce_mean(self) -> Any:
+        """Returns the mean over the microbatches; a value that is missing in one counts as zero."""
+        total = self.reduce_sum()
+        return None if total is None else total / tf.cast(len(self.outputs), total.dtype)
+
+    average = reduce_mean
+
+    def reduce_sum(self) -> Any:
+        """Returns the sum over the microbatches."""
+        present = [tf.convert_to_tensor(one) for one in self.outputs if one is not None]
+        return functools.reduce(lambda one, other: one + other, present) if present else None
+
+    def merge(self) -> Any:
+        """Returns the values one after the other along dimension 0."""
+        return tf.concat(self.outputs, 0)
+
+    concat = merge
+
+    def stack(self) -> Any:
+        """Returns the values along a new dimension 0, which is the microbatch."""
+        return tf.stack(self.outputs)
+
+    def __repr__(self) -> str:
+        return f"StepOutput({self.outputs})"
+
+    __iter__ = None
+
+
+def step(
+    function: Callable[..., Any] | None = None,
+    *,
+    non_split_inputs: Sequence[str] = (),
+    input_split_axes: Mapping[str, int] | None = None,
+    input_signature: Sequence[Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Makes a function run once per microbatch, on the parts of its arguments.
+
+    All ranks call it, with tensors of the same shapes; the values on rank 0 of a pipeline count.
+    The first call traces the function on symbolic tensors, as `tf.function` does, and divides the
+    model.
+
+    Args:
+        function: calls the model; returns tensors, gradients of `optimizer.get_gradients`, and
+            other values, in lists, tuples or dicts.
+        non_split_inputs: names of arguments that are not divided.
+        input_split_axes: along which dimension to divide, by name; 0 for the others.
+        input_signature: of the positional arguments; they are converted to it.
+        options: other arguments of tf.function; without effect.
+
+    Returns:
+        A function that returns the structure of the function's result: a `StepOutput` for a
+        tensor, a list with an entry per microbatch for another value. Lists of gradients have
+        those of this rank's variables, in the order of `model.trainable_variables`.
+
+    Raises:
+        SMPUsageError: an argument cannot be divided.
+        SMPPartitionError: the model cannot be divided as asked.
+        SMPMicrobatchError: code of the step has failed, on any rank.
+        SMPPeerError: another rank is gone, or has failed.
+    """
+    if function is None:
+        return functools.partial(
+            step,
+            non_split_inputs=non_split_inputs,
+            input_split_axes=input_split_axes,
+            input_signature=input_signature,
+            **options,
+        )
+    body = _Body(function, tuple(non_split_inputs), dict(input_split_axes or {}), input_signature)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return body.run(args, kwargs)
+
+    found = tf.autograph.experimental.do_not_convert(functools.update_wrapper(run, function))
+    # tf.function would look through these, and call the function itself.
+    del run.__wrapped__, found.__wrapped__  # type: ignore[attr-defined]
+    return found
+
+
+class _Body:
+    """A function under `smp.step`.
+
+    Attributes:
+        divided: the model, once the function has been traced.
+        trains: does it ask for gradients?
+        outline: of what it returns: a TensorSpec for each tensor.
+        changed: see `changed_by_body`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        whole: tuple[str, ...],
+        axes: Mapping[str, int],
+        signature: Sequence[Any] | None,
+    ) -> None:
+        self.function, self.whole, self.axes, self.signature = function, whole, axes, signature
+        self.divided: Any = None
+        self.trains = False
+        self.outline: Any = None
+        self.changed: list[Any] = []
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a step, or in a graph makes an operation that runs it."""
+        if layers.current() is not None:
+            raise SMPUsageError("a function under smp.step cannot call another one")
+        if self.signature is not None:
+            args = [
+                tf.cast(value, spec.dtype) if isinstance(spec, tf.TensorSpec) else value
+                for value, spec in zip(args, self.signature, strict=True)
+            ]
+        if self.divided is None:
+            with tf.init_scope():
+                self._prepare(args, kwargs)
+        if not tf.executing_eagerly():
+            return self._in_graph(args, kwargs)
+        returned, sums = self._run(args, kwargs)
+        return self._collected(returned, sums)
+
+    def _prepare(self, args: Any, kwargs: Any) -> None:
+        """Traces the function, and divides the model if that has not been done."""
+        error: Exception | None = None
+        try:
+            model = model_module.current()
+            count = job.cfg().microbatches
+            found = self._trace(self._parts(args, kwargs, count, _shapes)[0])
+            planned = model_module.plan(model, found)
+        except Exception as raised:
+            error = raised
+        self._agree(error, "the first call of a step")
+        model_module.divide(model, planned)
+        self.trains = found.trains
+        self.outline = tf.nest.map_structure(
+            lambda leaf: (
+                tf.TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf
+            ),
+            found.result,
+        )
+        self.changed = changed_by_body(planned.model, found)
+        self.divided = planned
+
+    def _parts(self, args: Any, kwargs: Any, count: int, pieces: Any) -> Any:
+        return divide_arguments(self.function, args, kwargs, count, self.whole, self.axes, pieces)
+
+    def _run(self, args: Any, kwargs: Any) -> tuple[list[Any], list[dict[int, Any]]]:
+        """Runs a step; returns what `Executor.run` does."""
+        cfg = job.cfg()
+        error: Exception | None = None
+        try:
+            work = Work(
+                self.function,
+                self._parts(args, kwargs, cfg.microbatches, _pieces),
+                self.trains,
+                self.changed,
+                cfg.active_microbatches if job.pp_size() > 1 else 1,
+                cfg.pipeline == "simple",
+            )
+            returned, sums = _shared_executor().run(self.divided, work)
+        except Exception as raised:
+            error = raised
+        if job.dp_size() > 1:
+            self._agree(error, "the step")
+        elif error is not None:
+            raise error
+        return returned, sums
+
+    def _trace(self, part: Any) -> Any:
+        try:
+            return trace(self.function, *part)
+        except SMPError:
+            raise
+        except Exception as error:
+            raise SMPPartitionError(
+                f"smp.step: {self.function.__name__!r} cannot be traced on symbolic tensors, as "
+                f"tf.function does it: {type(error).__name__}: {error}"
+            ) from error
+
+    def _in_graph(self, args: Any, kwargs: Any) -> Any:
+        """Returns symbolic results of a step, which an operation of the graph runs."""
+        count = job.cfg().microbatches
+        mine = sorted(self.divided.mine) if self.trains else []
+        specs = [
+            leaf
+            for leaf in tf.nest.flatten(self.outline)
+            if isinstance(leaf, tf.TensorSpec)
+            for _ in range(count)
+        ]
+        for number in mine:
+            variable = self.divided.trainable[number]
+            specs += [tf.TensorSpec(variable.shape, variable.dtype)] * count
+        whole = list(args), dict(kwargs)
+        leaves = tf.nest.flatten(whole)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, tf.Tensor)]
+
+        def run(*values: Any) -> list[Any]:
+            given = list(leaves)
+            for place, value in zip(places, values, strict=False):
+                given[place] = value
+            returned, sums = self._run(*tf.nest.pack_sequence_as(whole, given))
+            columns = zip(*(tf.nest.flatten(one) for one in returned), strict=True)
+            found = [value for leaf in columns if isinstance(leaf[0], tf.Tensor) for value in leaf]
+            gradients = self._gradients(sums)
+            for number in mine:
+                found += gradients[number].outputs
+            return [
+                tf.zeros(spec.shape, spec.dtype) if value is None else tf.convert_to_tensor(value)
+                for value, spec in zip(found, specs, strict=True)
+            ]
+
+        # The variables are arguments, so that the graph runs this after what assigns to them.
+        handles = [
+            *(as_tensor(one).handle for one in filter(self.divided.is_mine, self.divided.weights)),
+            *self.changed,
+        ]
+        made = tf.py_function(
+            run, [*(leaves[place] for place in places), *handles], [spec.dtype for spec in specs]
+        )
+        for value, spec in zip(made, specs, strict=True):
+            value.set_shape(spec.shape)
+        results = iter(made)
+        outputs = {
+            id(leaf): StepOutput([next(results) for _ in range(count)])
+            for leaf in tf.nest.flatten(self.outline)
+            if isinstance(leaf, tf.TensorSpec)
+        }
+        gradients = {number: StepOutput([next(results) for _ in range(count)]) for number in mine}
+
+        def joined(leaf: Any) -> Any:
+            if isinstance(leaf, Gradient):
+                return gradients[leaf.number]
+            return outputs[id(leaf)] if id(leaf) in outputs else [leaf] * count
+
+        return tf.nest.map_structure(joined, _own(self.outline, self.divided.mine))
+
+    def _agree(self, error: Exception | None, what: str) -> None:
+        """Raises on all ranks of the job if one has failed."""
+        try:
+            answers = job.exchange("world", None if error is None else summary(error))
+        except Exception as lost:
+            raise error or SMPPeerError(f"{what} was not ended by all ranks: {lost}") from None
+        if error is not None:
+            raise error
+        for rank, answer in enumerate(answers):
+            if answer is not None:
+                raise SMPPeerError(f"{what} has failed on rank {rank}: {answer}")
+
+    def _gradients(self, sums: list[dict[int, Any]]) -> dict[int, StepOutput]:
+        """Returns the gradients of this rank's variables, averaged over replicas."""
+        values = {
+            number: StepOutput([found.get(number) for found in sums])
+            for number in sorted(self.divided.mine)
+        }
+        if self.trains and job.dp_size() > 1:
+            _average(values, self.divided.trainable)
+        return values
+
+    def _collected(self, returned: list[Any], sums: list[dict[int, Any]]) -> Any:
+        gradients = self._gradients(sums)
+
+        def joined(*leaves: Any) -> Any:
+            if isinstance(leaves[0], Gradient):
+                return gradients[leaves[0].number]
+            return StepOutput(leaves) if isinstance(leaves[0], tf.Tensor) else list(leaves)
+
+        try:
+            return tf.nest.map_structure(
+                joined, *(_own(result, self.divided.mine) for result in returned)
+            )
+        except (TypeError, ValueError) as error:
+            raise SMPUsageError(
+                f"smp.step: the microbatches returned values of different structures: {error}"
+            ) from None
+
+
+def _own(value: Any, mine: set[int]) -> Any:
+    """Returns a value without the gradients of other ranks."""
+
+    def kept(one: Any) -> bool:
+        return not isinstance(one, Gradient) or one.number in mine
+
+    if isinstance(value, dict):
+        return {key: _own(one, mine) for key, one in value.items() if kept(one)}
+    if isinstance(value, list):
+        return [_own(one, mine) for one in value if kept(one)]
+    if type(value) is tuple:
+        return tuple(_own(one, mine) for one in value if kept(one))
+    return value if kept(value) else None
+
+
+def _average(values: dict[int, StepOutput], variables: Sequence[Any]) -> None:
+    """Averages gradients over microbatches and replicas, all at once."""
+    group = job.group("dp")
+    means = {number: output.reduce_mean() for number, output in values.items()}
+    # A gradient that is missing on one replica may be there on another.
+    there = np.array([mean is not None for mean in means.values()], np.int32)
+    there = group.allreduce(there) if there.size else there
+    kinds: dict[Any, list[int]] = {}
+    for count, (number, mean) in zip(there, means.items(), strict=True):
+        if count:
+            if mean is None:
+                variable = variables[number]
+                mean = means[number] = tf.zeros(variable.shape, variable.dtype)
+            kinds.setdefault(mean.dtype, []).append(number)
+    for kind in sorted(kinds, key=lambda one: str(one.name)):
+        numbers = kinds[kind]
+        flat = np.concatenate([means[number].numpy().reshape(-1) for number in numbers])
+        group.allreduce(flat, op=smddp_numpy.Op.AVERAGE, out=flat)
+        place = 0
+        for number in numbers:
+            shape = means[number].shape
+            count = shape.num_elements()
+            mean = tf.constant(flat[place : place + count].reshape(shape))
+            place += count
+            values[number] = StepOutput([mean] * len(values[number].outputs))
+
+
+def _pieces(name: str, value: Any, count: int, whole: bool, axis: int) -> list[Any]:
+    if whole:
+        return [value] * count
+
+    def divide(leaf: Any) -> list[Any]:
+        if not isinstance(leaf, tf.Tensor | np.ndarray):
+            return [leaf] * count
+        tensor = tf.convert_to_tensor(leaf)
+        advice = f"If it is not part of the batch, add {name!r} to non_split_inputs of smp.step"
+        if count == 1:
+            return [tensor]
+        shape = tuple(tensor.shape)
+        if not -len(shape) <= axis < len(shape):
+            raise SMPUsageError(
+                f"argument {name!r} has a tensor of shape {shape}, which has no dimension {axis} "
+                f"to divide. {advice}, or name the dimension in input_split_axes."
+            )
+        if shape[axis] % count:
+            raise SMPUsageError(
+                f"argument {name!r} has a tensor of shape {shape}: its dimension {axis} cannot be "
+                f"divided into {count} microbatches. Use drop_remainder=True in batch() and a "
+                f"batch size that is a multiple of {count}. {advice}."
+            )
+        return list(tf.split(tensor, count, axis))
+
+    if hasattr(value, "smp_slice"):
+        return [value.smp_slice(count, number, axis) for number in range(count)]
+    leaves = [divide(leaf) for leaf in tf.nest.flatten(value)]
+    return [
+        tf.nest.pack_sequence_as(value, [leaf[number] for leaf in leaves])
+        for number in range(count)
+    ]
+
+
+def _shapes(name: str, value: Any, count: int, whole: bool, axis: int) -> list[Any]:
+    """Returns what `_pieces` does, with type and shape in place of tensors; also of symbolic ones.
+
+    Shapes that cannot be divided are left to `_pieces`.
+    """
+
+    def divide(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.Tensor | np.ndarray):
+            return leaf
+        shape = None if leaf.shape is None else list(tf.TensorShape(leaf.shape))
+        if not whole and shape is not None and -len(shape) <= axis < len(shape):
+            shape[axis] = None if shape[axis] is None else shape[axis] // count
+        return tf.TensorSpec(shape, tf.as_dtype(leaf.dtype))
+
+    if not whole and hasattr(value, "smp_slice"):
+        return [value.smp_slice(count, number, axis) for number in range(count)]
+    return [tf.nest.map_structure(divide, value)] * count
+
+
+def _shared_executor() -> Executor:
+    global _executor
+    if _executor is None:
+        _executor = Executor(job.group("channel"), job.seconds())
+        job.at_shutdown(_forget)
+    return _executor
+
+
+def _forget() -> None:
+    global _executor
+    if _executor is not None:
+        _executor.close()
+    _executor = None
