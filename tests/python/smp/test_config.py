@@ -129,11 +129,6 @@ DEGREE = "sharded_data_parallel_degree"
             (DEGREE, "shard_optimizer_state"),
             "leave out shard_optimizer_state",
         ),
-        (
-            {DEGREE: 2, "tensor_parallel_degree": 2, "ddp": True},
-            (DEGREE, "tensor_parallel_degree"),
-            "to 1",
-        ),
         ({DEGREE: 2, "bf16": True, "fp16": True}, ("fp16", "bf16"), "Set one of them"),
         ({"bf16": True}, ("bf16", DEGREE), "set that, or use fp16"),
         ({"bf16": True, DEGREE: 1}, ("bf16", DEGREE), "set that, or use fp16"),
