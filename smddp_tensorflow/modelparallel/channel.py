@@ -99,7 +99,7 @@ class Channel:
                 self._sending.append(self._group.send(data[_FRONT:], peer, tag=_REST, **how))
 
     def flush(self) -> None:
-        """Waits until everything has been sent: this process may end afterwards.
+        """Waits until everything has left this rank.
 
         Raises:
             TimeoutError: a rank has not received it in time.
