@@ -54,7 +54,7 @@ def _table(head: list[str], lines: Iterable[list[str]]) -> str:
 
 def _command(read: dict[str, Any]) -> str:
     """Returns the arguments that a file records, with FILE for the name of a file."""
-    for key in ("args", "arguments", "command"):
+    for key in ("args", "arguments", "command", "options"):
         words = read.get(key, "")
         if isinstance(words, dict):
             given = {name: value for name, value in words.items() if value not in (None, "FILE")}
@@ -171,6 +171,28 @@ def _calls(files: dict[str, Any]) -> str:
     return _table(["", "forward", "backward"], lines)
 
 
+def _sleeping_shards(files: dict[str, Any]) -> str:
+    (read,) = files.values()
+    lines = [
+        [str(row["ranks"]), str(row["partitions"]), f"{row['step_ms']:.0f}", f"{row['ratio']:.2f}"]
+        for row in read["rows"]
+        if row["variant"] == "sharded"
+    ]
+    return _table(["ranks", "partitions", "step, ms", "of the same without sharding"], lines)
+
+
+def _sharding(files: dict[str, Any]) -> str:
+    (read,) = files.values()
+    lines = [
+        [
+            *(str(row["ranks"]), row["variant"], f"{row['step_ms']:.0f}"),
+            *(f"{row['processor_ms']:.0f}", f"{row['peak_mib']:.0f}"),
+        ]
+        for row in read["rows"]
+    ]
+    return _table(["ranks", "", "step, ms", "processor, ms", "memory, MiB"], lines)
+
+
 def _startup(files: dict[str, Any]) -> str:
     (read,) = files.values()
     medians = read["medians_ms"]
@@ -211,6 +233,12 @@ def summary() -> str:
         ),
         "Pipelines of stages that sleep: % of the bound, by microbatches, for smp / "
         "torch.distributed.pipelining / its Interleaved1F1B": _pipelines(those("pipeline_ranks")),
+        "Sharded data parallelism of layers that sleep: speed without sharding = 1": (
+            _sleeping_shards(those("sharding_sleep_"))
+        ),
+        "Sharded data parallelism of a transformer beside FSDP2": (
+            _sharding(those("sharding_transformer_"))
+        ),
         "A call of a module on another rank, 4 KiB there and back: µs": _calls(
             those("pipeline_calls_")
         ),
