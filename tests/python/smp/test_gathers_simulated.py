@@ -329,4 +329,4 @@ def run(job: ShardedJob, cases: range) -> dict[str, int]:
 def test_all_replicas_gather_the_same(ranks: int, replicas: int, cases: range) -> None:
     seen = run(ShardedJob(ranks, replicas), cases)
     assert all(seen.values()), seen
-    assert seen["schedules"] >= 9 * len(cases)
+    assert seen["schedules"] >= 8 * len(cases)
