@@ -317,7 +317,7 @@ def open_when_idle(executor: Any, store: dist.Store) -> None:
         # A rank waits for messages only if no task can run. The driver has counted a microbatch
         # before it makes the task, so none is about to come.
         driver = executor._driver
-        if block and driver is not None and 0 < driver._started == Probe.held:
+        if block and driver is not None and 0 < driver._progress._started == Probe.held:
             store.set(f"rank 0 can do no more in step {Gated.step}", "")
         return take(block)
 
