@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -311,7 +310,6 @@ class Executor:
             self.baton.order.settle()
             self.replicas.announce_end()
             self.baton.order.end()
-        deadline = time.monotonic() + _END_TIMEOUT
         awaits_decision = self.replicas is not None and self.rank > 0 and not self.divided
         if awaits_decision and not self._ended_by_signal:
             # The other members of the order group may have applied a decision that still comes
@@ -325,7 +323,7 @@ class Executor:
             work.wait()
         if self.channel is None or self._ended_by_signal:
             return []
-        silent = self.channel.drain(max(deadline - time.monotonic(), 0.0))
+        silent = self.channel.drain(_END_TIMEOUT)
         for peer in silent:
             self.channel.end(peer, Ended(RuntimeError(f"it {_SILENT}")))
         if silent:
