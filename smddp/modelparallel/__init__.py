@@ -57,15 +57,6 @@ from smddp.modelparallel.checkpoint.checkpoint import (
     save,
     save_checkpoint,
 )
-from smddp.modelparallel.common.errors import (
-    SMPConfigurationError,
-    SMPError,
-    SMPInitializationError,
-    SMPMicrobatchError,
-    SMPPartitionError,
-    SMPPeerError,
-    SMPUsageError,
-)
 from smddp.modelparallel.delayed.context import (
     delay_param_initialization,
     delayed_parameter_initialization,
@@ -85,6 +76,15 @@ from smddp.modelparallel.tensor.marks import set_tensor_parallelism, tensor_para
 from smddp.modelparallel.tensor.registry import add_finder as _add_finder
 from smddp.modelparallel.tensor.registry import add_planner as _add_planner
 from smddp.modelparallel.tensor.registry import tp_register, tp_register_with_module
+from smddp_smp.errors import (
+    SMPConfigurationError,
+    SMPError,
+    SMPInitializationError,
+    SMPMicrobatchError,
+    SMPPartitionError,
+    SMPPeerError,
+    SMPUsageError,
+)
 from smddp_smp.topology import CommGroup, RankType
 
 WORLD, MP_GROUP, DP_GROUP = CommGroup.WORLD, CommGroup.MP_GROUP, CommGroup.DP_GROUP

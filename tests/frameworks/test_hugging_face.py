@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from ranks import check_ranks
 
 import smddp.modelparallel as smp
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.tensor.huggingface import gpt2
 from smddp.modelparallel.tensor.huggingface.architectures import ARCHITECTURES, find
 from smddp.modelparallel.tensor.huggingface.hooks import Hooks
+from smddp_smp.errors import SMPUsageError
 
 transformers = pytest.importorskip("transformers", reason="run `make test-frameworks`")
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from smddp.modelparallel.common.buffers import version_of
-from smddp.modelparallel.common.errors import SMPUsageError
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["ObjectValues"]
 

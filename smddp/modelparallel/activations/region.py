@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from smddp.modelparallel.activations.object_values import ObjectValues
 from smddp.modelparallel.common.buffers import version_of
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.common.structure import flatten, rebuild
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["Keeper", "Region"]
 

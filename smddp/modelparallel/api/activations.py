@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from smddp.modelparallel.activations.region import Region
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.model.activation_checkpoints import group_size
 from smddp.modelparallel.model.runtime import ModelRuntime
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["checkpoint", "checkpoint_sequential", "set_activation_checkpointing"]
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smddp.modelparallel.api.step import step
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.job.state import state
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["generate"]
 

@@ -7,7 +7,6 @@ import dataclasses
 from types import TracebackType
 from typing import Any
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.example import Example
 from smddp.modelparallel.footprint.census import Census, count
 from smddp.modelparallel.footprint.facts import choices_of, facts_of, profile_of
@@ -25,6 +24,7 @@ from smddp.modelparallel.job.meeting import gathered
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.model.runtime import ModelRuntime
 from smddp.modelparallel.optimizer.half import to_half
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["MemoryReport", "RankMemory", "forecast_inputs", "memory"]
 

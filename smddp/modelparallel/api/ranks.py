@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.job.state import state
+from smddp_smp.errors import SMPUsageError
 
 __all__ = [
     "dp_rank",

@@ -9,7 +9,6 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from smddp.modelparallel.api.memory import forecast_inputs
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.footprint.advice import Proposal, bytes_of, most_needed, proposals
 from smddp.modelparallel.job.messenger import Messenger
 from smddp.modelparallel.job.state import state
@@ -17,6 +16,7 @@ from smddp.modelparallel.model.runtime import ModelRuntime
 from smddp.modelparallel.partition.placement import Decision
 from smddp.modelparallel.pipeline.executor import Executor
 from smddp.modelparallel.pipeline.timeline import Span
+from smddp_smp.errors import SMPUsageError
 from smddp_smp.topology import CommGroup
 
 __all__ = ["StepReport", "explain", "timeline"]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from smddp.modelparallel.common import device
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.job.state import state
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["seed_of_batch"]
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 from smddp.modelparallel.api.same_batch import seed_of_batch
-from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.common.structure import rebuild
 from smddp.modelparallel.job.state import state
@@ -15,6 +14,7 @@ from smddp.modelparallel.model.runtime import ModelRuntime
 from smddp.modelparallel.pipeline.driver import Body, Driver
 from smddp.modelparallel.pipeline.microbatch import StepOutput, collect
 from smddp.modelparallel.pipeline.step import Schedule, StepResult
+from smddp_smp.errors import SMPInitializationError, SMPUsageError
 from smddp_smp.failure import Redo, summary
 
 __all__ = ["StepFunction", "StepOutput", "step"]

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from smddp.modelparallel.checkpoint import safetensors
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.files import hash_of, read, write
 from smddp.modelparallel.job.messenger import Messenger
 from smddp.modelparallel.job.state import state
@@ -34,6 +33,7 @@ from smddp.modelparallel.optimizer.distributed_optimizer import FP16_STATES, mer
 from smddp.modelparallel.optimizer.shards import SHARD
 from smddp.modelparallel.partition.placement import MARKER, Decision
 from smddp.modelparallel.sharding.joined import SHARDS, united
+from smddp_smp.errors import SMPUsageError
 from smddp_smp.topology import CommGroup
 
 __all__ = ["full_state_dict", "load", "resume_from_checkpoint", "save", "save_checkpoint"]

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import torch
 
-from smddp.modelparallel.common.errors import SMPUsageError
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["read", "write"]
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smddp.modelparallel.common.errors import SMPUsageError
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["Join"]
 

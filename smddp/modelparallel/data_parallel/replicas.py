@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
 from smddp.modelparallel.pipeline.modules import difference
+from smddp_smp.errors import SMPPeerError, SMPUsageError
 from smddp_smp.failure import Elsewhere, summary
 
 __all__ = ["abstain", "agree", "tell_replicas"]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
-from smddp.modelparallel.common.errors import SMPUsageError
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["Call", "Constant", "Geometry", "Memory", "Random", "Value", "generator_of", "replay"]
 

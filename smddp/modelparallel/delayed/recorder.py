@@ -27,7 +27,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.delayed.record import (
     Call,
     Constant,
@@ -38,6 +37,7 @@ from smddp.modelparallel.delayed.record import (
     generator_of,
     replay,
 )
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["Delayed", "Recorder", "attributes_of_code", "copies_made_by"]
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.footprint.forecast import Choices, Facts, forecast
 from smddp.modelparallel.footprint.profile import Profile
 from smddp.modelparallel.partition.trace import Trace
 from smddp.modelparallel.partition.units import Units
 from smddp.modelparallel.pipeline.modules import Modules
+from smddp_smp.errors import SMPUsageError
 from smddp_smp.solver import divide_exactly
 
 __all__ = ["Proposal", "bytes_of", "most_needed", "proposals"]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smddp.modelparallel.common.errors import SMPPeerError
+from smddp_smp.errors import SMPPeerError
 
 __all__ = ["Call", "Collectives"]
 

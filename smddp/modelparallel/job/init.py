@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smddp.modelparallel.common.errors import SMPInitializationError
 from smddp.modelparallel.job.groups import Groups
 from smddp.modelparallel.job.state import state
 from smddp_launch import complete_from_launcher, complete_rendezvous
 from smddp_smp.config import Configuration, configure
+from smddp_smp.errors import SMPInitializationError
 from smddp_smp.logs import log, make_visible
 from smddp_smp.topology import Topology
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from smddp.modelparallel.common.errors import SMPPeerError
+from smddp_smp.errors import SMPPeerError
 
 __all__ = ["gathered", "together"]
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.job.state import State
+from smddp_smp.errors import SMPUsageError
 from smddp_smp.topology import CommGroup, RankType
 
 __all__ = ["Messenger"]

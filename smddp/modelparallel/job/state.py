@@ -10,9 +10,9 @@ from __future__ import annotations
 import weakref
 from typing import Any, TypeVar
 
-from smddp.modelparallel.common.errors import SMPInitializationError
 from smddp.modelparallel.job.groups import Groups
 from smddp_smp.config import Configuration
+from smddp_smp.errors import SMPInitializationError
 from smddp_smp.topology import Topology
 
 __all__ = ["State", "state"]

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from smddp.modelparallel.common.errors import SMPPartitionError, SMPUsageError
 from smddp.modelparallel.pipeline.modules import Modules
+from smddp_smp.errors import SMPPartitionError, SMPUsageError
 
 __all__ = ["ActivationCheckpoints"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.delayed.context import delay_param_initialization
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.tensor import marks
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["model_creation"]
 

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
-from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.common.example import Example
 from smddp.modelparallel.common.structure import map_tensors
 from smddp.modelparallel.data_parallel.reducer import DataParallel, Ranks
@@ -26,6 +25,7 @@ from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.remote_tensor import RemoteTensor, retype
 from smddp.modelparallel.tensor.division import division_of
 from smddp.modelparallel.tensor.replace import check_alike, replace_marked
+from smddp_smp.errors import SMPInitializationError, SMPUsageError
 
 __all__ = ["DistributedModel"]
 

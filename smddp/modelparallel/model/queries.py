@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.model.runtime import ModelRuntime
 from smddp.modelparallel.tensor.division import division_of
 from smddp.modelparallel.tensor.module import DistributedModule
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["ModelQueries"]
 

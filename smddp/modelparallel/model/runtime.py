@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.buffers import Buffers
-from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
 from smddp.modelparallel.common.example import Example
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.data_parallel.reducer import DataParallel
@@ -38,6 +37,7 @@ from smddp.modelparallel.pipeline.protocol import Kind
 from smddp.modelparallel.pipeline.step import BufferReport, Schedule, StepBegin
 from smddp.modelparallel.sharding.sharding import Sharding
 from smddp.modelparallel.tensor.module import mark_divided
+from smddp_smp.errors import SMPPeerError, SMPUsageError
 from smddp_smp.failure import OrderMattersError, Redo, summary
 
 __all__ = ["ModelRuntime"]

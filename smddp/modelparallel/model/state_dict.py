@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.delayed.life import with_values
 from smddp.modelparallel.job.meeting import gathered, together
 from smddp.modelparallel.job.state import state
@@ -19,6 +18,7 @@ from smddp.modelparallel.pipeline.remote_tensor import give_values
 from smddp.modelparallel.sharding.joined import SHARDS, form_of, united, without_parts
 from smddp.modelparallel.sharding.sharding import Sharding
 from smddp.modelparallel.tensor.module import divisions_of
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["ModelState"]
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.sharding.shard import Shard
 from smddp.modelparallel.tensor.division import division_of
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["clip_grad_norm", "global_norm", "largest", "whole_norm"]
 

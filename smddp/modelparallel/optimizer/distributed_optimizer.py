@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.common.structure import tensors_in
 from smddp.modelparallel.delayed.life import come_to_life
 from smddp.modelparallel.job.meeting import gathered, together
@@ -26,6 +25,7 @@ from smddp.modelparallel.partition.placement import MARKER, Placement
 from smddp.modelparallel.sharding.joined import SHARDS, form_of, united
 from smddp.modelparallel.sharding.sharding import Sharding
 from smddp.modelparallel.tensor import division
+from smddp_smp.errors import SMPInitializationError, SMPUsageError
 
 __all__ = ["FP16_STATES", "DistributedOptimizer", "merged"]
 

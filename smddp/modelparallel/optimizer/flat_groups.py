@@ -13,10 +13,10 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.partition.placement import Placement
 from smddp.modelparallel.sharding.shard import Shard
 from smddp.modelparallel.sharding.sharding import Sharding
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["FlatGroups", "OriginalGroups"]
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from smddp.modelparallel.common.errors import SMPUsageError
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["DynamicLossScaler", "LossScaler", "make_scaler"]
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
 from smddp.modelparallel.job.state import state
+from smddp_smp.errors import SMPPeerError, SMPUsageError
 
 __all__ = ["SHARD", "Shards", "check_complete"]
 

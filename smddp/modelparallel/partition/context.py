@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from smddp.modelparallel.common.creation import each_new_module
-from smddp.modelparallel.common.errors import SMPPartitionError, SMPUsageError
 from smddp.modelparallel.job.state import state
+from smddp_smp.errors import SMPPartitionError, SMPUsageError
 
 __all__ = ["ATTRIBUTE", "partition", "set_partition"]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from smddp.modelparallel.common.errors import SMPPartitionError
 from smddp.modelparallel.common.files import write
 from smddp.modelparallel.partition.manual import has_state, manual_owners
 from smddp.modelparallel.partition.placement import (
@@ -24,6 +23,7 @@ from smddp.modelparallel.partition.trace import Trace, trace_model
 from smddp.modelparallel.partition.units import Units
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp_smp.config import Configuration
+from smddp_smp.errors import SMPPartitionError
 from smddp_smp.solver import divide_exactly, divide_tree
 
 __all__ = ["decide", "decide_and_report"]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from smddp.modelparallel.common.errors import SMPPartitionError
 from smddp.modelparallel.delayed.life import (
     become_empty,
     come_to_life,
@@ -25,6 +24,7 @@ from smddp.modelparallel.pipeline.remote_tensor import (
     release_memory,
 )
 from smddp.modelparallel.pipeline.step import Form
+from smddp_smp.errors import SMPPartitionError
 
 __all__ = ["MARKER", "Decision", "Placement", "costs_by_size", "own_bytes", "shared_buffers"]
 

@@ -17,7 +17,6 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from smddp.modelparallel.common.buffers import version_of
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.structure import rebuild
 from smddp.modelparallel.pipeline.collector import Collector
 from smddp.modelparallel.pipeline.frame import Frame
@@ -36,6 +35,7 @@ from smddp.modelparallel.pipeline.protocol import (
 )
 from smddp.modelparallel.pipeline.services import RankServices
 from smddp_smp.baton import Ticket
+from smddp_smp.errors import SMPUsageError
 from smddp_smp.failure import ArgumentChangedError
 
 __all__ = ["CallerSide", "Outgoing", "run_backward"]

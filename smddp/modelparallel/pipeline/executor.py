@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from smddp.modelparallel.common import device
-from smddp.modelparallel.common.errors import SMPPeerError, SMPUsageError
 from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.channel import Arrival, Channel, Ended
@@ -36,6 +35,7 @@ from smddp.modelparallel.pipeline.step import (
 )
 from smddp.modelparallel.pipeline.timeline import Timeline
 from smddp_smp.baton import Aborted, Baton, Priority, Task, Ticket
+from smddp_smp.errors import SMPPeerError, SMPUsageError
 from smddp_smp.failure import (
     Elsewhere,
     Failure,

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.structure import flatten, rebuild
 from smddp_smp.arguments import divide_arguments, entries
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["StepOutput", "collect", "divided_tensors", "split_arguments", "unequal_lengths"]
 

@@ -20,7 +20,6 @@ from torch import nn
 
 from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.activations.region import Keeper, Region
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.structure import Structure, flatten, map_tensors
 from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.collector import KnownCall, predictable
@@ -36,6 +35,7 @@ from smddp.modelparallel.pipeline.remote_tensor import (
     values_of,
 )
 from smddp.modelparallel.pipeline.services import RankServices
+from smddp_smp.errors import SMPUsageError
 from smddp_smp.order import SliceObserver
 
 __all__ = ["Findings", "Modules", "Surroundings", "difference", "forget_owner"]

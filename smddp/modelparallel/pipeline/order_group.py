@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from smddp.modelparallel.common.errors import SMPPeerError
 from smddp.modelparallel.pipeline.channel import Channel, Ended
 from smddp.modelparallel.pipeline.modules import Findings
 from smddp.modelparallel.pipeline.protocol import Kind
+from smddp_smp.errors import SMPPeerError
 from smddp_smp.failure import Elsewhere
 from smddp_smp.order import Announcement
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.structure import Structure, builder, unpicklable
+from smddp_smp.errors import SMPUsageError
 
 __all__ = [
     "SINK",

@@ -25,8 +25,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from smddp.modelparallel.common.buffers import version_of
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.pipeline.lazy import force, substitute
+from smddp_smp.errors import SMPUsageError
 
 __all__ = [
     "Home",

@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from smddp.modelparallel.common.errors import SMPError, SMPPeerError, SMPUsageError
 from smddp.modelparallel.sharding.shard import ShardedParameter
+from smddp_smp.errors import SMPError, SMPPeerError, SMPUsageError
 from smddp_smp.failure import PlanChangedError
 from smddp_smp.order import Decision
 

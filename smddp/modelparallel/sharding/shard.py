@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.pipeline.remote_tensor import about
 from smddp.modelparallel.sharding.part import set_part
 from smddp.modelparallel.tensor.division import copy_division
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["Gatherer", "Shard", "ShardedParameter", "ShardedTensor"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.tensor.exchange import Exchange
 from smddp.modelparallel.tensor.module import DistributedModule, Division
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["DistributedEmbedding"]
 

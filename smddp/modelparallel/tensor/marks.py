@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from smddp.modelparallel.common.creation import each_new_module
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.job.state import state
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["mark_of", "set_tensor_parallelism", "tensor_parallelism"]
 

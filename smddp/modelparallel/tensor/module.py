@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.pipeline.randomness import draw_seed, mix, seeded
 from smddp.modelparallel.tensor.division import Division, mark
 from smddp.modelparallel.tensor.exchange import Exchange
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["DistributedModule", "Division", "divisions_of", "is_divided", "mark_divided"]
 

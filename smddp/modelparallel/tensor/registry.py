@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.tensor.embedding import DistributedEmbedding
 from smddp.modelparallel.tensor.linear import DistributedLinear
+from smddp_smp.errors import SMPUsageError
 
 __all__ = [
     "Registration",

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.job.meeting import gathered
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.tensor.marks import mark_of
@@ -22,6 +21,7 @@ from smddp.modelparallel.tensor.registry import (
     planned_in,
     registration_of,
 )
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["check_alike", "replace_marked"]
 

@@ -18,10 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.activations.offload import Offloader
-from smddp.modelparallel.common.errors import SMPMicrobatchError, SMPUsageError
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.outlook import Outlook, key_of
 from smddp.modelparallel.pipeline.step import Schedule
+from smddp_smp.errors import SMPMicrobatchError, SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 

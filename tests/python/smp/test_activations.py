@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.activations.region import Region
-from smddp.modelparallel.common.errors import SMPMicrobatchError, SMPPartitionError, SMPUsageError
 from smddp.modelparallel.pipeline.executor import Executor
 from smddp.modelparallel.pipeline.protocol import Kind
+from smddp_smp.errors import SMPMicrobatchError, SMPPartitionError, SMPUsageError
 from smdistributed.modelparallel.torch.patches import checkpoint as patches
 
 pytestmark = pytest.mark.multiprocess

@@ -22,7 +22,7 @@ from smp.zoo import ZOO, arguments, batch_of, make
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.checkpoint import safetensors
 from smddp.modelparallel.checkpoint.checkpoint import full_state_dict
-from smddp.modelparallel.common.errors import SMPUsageError
+from smddp_smp.errors import SMPUsageError
 from smdistributed.modelparallel.test.torch.utils import dump_model, verify
 
 pytestmark = pytest.mark.multiprocess

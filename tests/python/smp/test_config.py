@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from smddp.modelparallel.common.errors import SMPConfigurationError
 from smddp_smp.config import ENVIRONMENT_VARIABLE, configure
 from smddp_smp.config_keys import KEYS, insert, markdown
+from smddp_smp.errors import SMPConfigurationError
 
 
 def test_defaults_follow_from_other_keys() -> None:

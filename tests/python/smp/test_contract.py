@@ -15,8 +15,8 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.api.report import _report
-from smddp.modelparallel.common.errors import SMPPartitionError, SMPUsageError
 from smddp.modelparallel.pipeline.timeline import Span
+from smddp_smp.errors import SMPPartitionError, SMPUsageError
 from smdistributed.modelparallel.torch.patches import checkpoint as patch
 
 # Name -> parameters in order, those with a default as name=default; others may follow them.

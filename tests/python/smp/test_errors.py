@@ -19,7 +19,9 @@ from ranks import arrive, await_ranks, check_ranks, listen, run_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.common.errors import (
+from smddp.modelparallel.job import meeting
+from smddp.modelparallel.pipeline import executor as executor_module
+from smddp_smp.errors import (
     SMPConfigurationError,
     SMPInitializationError,
     SMPMicrobatchError,
@@ -27,8 +29,6 @@ from smddp.modelparallel.common.errors import (
     SMPPeerError,
     SMPUsageError,
 )
-from smddp.modelparallel.job import meeting
-from smddp.modelparallel.pipeline import executor as executor_module
 
 pytestmark = pytest.mark.multiprocess
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 from smp.test_task_order_simulated import STALLED, Job, Rank
 
-from smddp.modelparallel.common.errors import SMPPeerError
 from smddp.modelparallel.sharding.gathers import Gathers
 from smddp_smp.baton import Task
+from smddp_smp.errors import SMPPeerError
 from smddp_smp.failure import PlanChangedError
 from smddp_smp.order import Leader, TaskName
 

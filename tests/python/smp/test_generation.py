@@ -12,7 +12,7 @@ from smp.zoo import device
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.common.errors import SMPUsageError
+from smddp_smp.errors import SMPUsageError
 
 WORDS, PAD = 11, 0
 

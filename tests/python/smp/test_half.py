@@ -15,8 +15,8 @@ from smp.zoo import device
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.optimizer.loss_scale import DynamicLossScaler, LossScaler, make_scaler
+from smddp_smp.errors import SMPUsageError
 
 WIDTH, MICROBATCHES, STEPS = 8, 2, 6
 # At the first scale gradients overflow fp16; the window ends within the test.

@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from smddp.modelparallel.common import errors
-from smddp.modelparallel.common.errors import SMPInitializationError
+from smddp_smp import errors
+from smddp_smp.errors import SMPInitializationError
 
 ROOT = Path(__file__).resolve().parents[3]
 

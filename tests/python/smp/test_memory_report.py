@@ -20,9 +20,9 @@ from smp.census import Census
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.common.errors import SMPInitializationError, SMPPeerError, SMPUsageError
 from smddp.modelparallel.footprint.advice import bytes_of
 from smddp.modelparallel.job import meeting
+from smddp_smp.errors import SMPInitializationError, SMPPeerError, SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 

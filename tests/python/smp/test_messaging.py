@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import check_ranks, reserved_port
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.common.errors import SMPInitializationError, SMPUsageError
+from smddp_smp.errors import SMPInitializationError, SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 

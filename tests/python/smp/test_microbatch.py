@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from smddp.modelparallel.api.step import step
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.common.structure import flatten, rebuild
 from smddp.modelparallel.pipeline.microbatch import (
     StepOutput,
@@ -18,6 +17,7 @@ from smddp.modelparallel.pipeline.microbatch import (
     split_arguments,
     unequal_lengths,
 )
+from smddp_smp.errors import SMPUsageError
 
 
 class Pair(NamedTuple):

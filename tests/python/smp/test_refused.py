@@ -11,7 +11,7 @@ from ranks import check_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.common.errors import SMPMicrobatchError, SMPUsageError
+from smddp_smp.errors import SMPMicrobatchError, SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.common.errors import SMPMicrobatchError, SMPUsageError
+from smddp_smp.errors import SMPMicrobatchError, SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 

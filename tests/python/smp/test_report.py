@@ -16,8 +16,8 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.api.report import _partition_svg
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.partition.placement import Decision
+from smddp_smp.errors import SMPUsageError
 
 SVG = "{http://www.w3.org/2000/svg}"
 

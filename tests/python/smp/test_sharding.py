@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.common.errors import (
+from smddp.modelparallel.sharding.gathers import Gathers
+from smddp_smp.errors import (
     SMPError,
     SMPMicrobatchError,
     SMPPeerError,
     SMPUsageError,
 )
-from smddp.modelparallel.sharding.gathers import Gathers
 
 pytestmark = pytest.mark.multiprocess
 

@@ -17,7 +17,7 @@ from ranks import check_ranks, run_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.common.errors import SMPUsageError
+from smddp_smp.errors import SMPUsageError
 from smdistributed.modelparallel.torch.model import DistributedModel
 from smdistributed.modelparallel.torch.step import step as step_by_path
 

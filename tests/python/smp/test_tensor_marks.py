@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.checkpoint.checkpoint import full_state_dict
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.tensor.registry import tp_register, tp_register_with_module
+from smddp_smp.errors import SMPUsageError
 
 
 class Scaled(nn.Module):

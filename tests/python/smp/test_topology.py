@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from smddp.modelparallel.common.errors import SMPInitializationError
+from smddp_smp.errors import SMPInitializationError
 from smddp_smp.topology import Topology
 
 

@@ -18,7 +18,6 @@ from smp import transformer_reference as reference
 from torch import Tensor, nn
 
 import smddp.modelparallel as smp
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.job.collectives import Collectives
 from smddp.modelparallel.tensor.exchange import Exchange
 from smddp.modelparallel.tensor.module import Division, divisions_of
@@ -31,6 +30,7 @@ from smddp.modelparallel.tensor.transformer.layers import (
 )
 from smddp.modelparallel.tensor.transformer.lm_head import DistributedTransformerLMHead
 from smddp.modelparallel.tensor.transformer.norm import FusedLayerNorm
+from smddp_smp.errors import SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 S, S2, H, V = 5, 3, 12, 16

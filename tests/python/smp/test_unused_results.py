@@ -10,7 +10,7 @@ from ranks import check_ranks
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.common.errors import SMPMicrobatchError
+from smddp_smp.errors import SMPMicrobatchError
 
 pytestmark = pytest.mark.multiprocess
 

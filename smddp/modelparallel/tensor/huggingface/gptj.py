@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.tensor.huggingface.causal import hooks, rules
 from smddp.modelparallel.tensor.huggingface.hooks import Architecture
 from smddp.modelparallel.tensor.huggingface.translation import Translation, causal_buffers
+from smddp_smp.errors import SMPUsageError
 
 __all__ = [
     "ARCHITECTURE",

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.tensor.transformer.options import additive
+from smddp_smp.errors import SMPUsageError
 
 __all__ = [
     "Architecture",

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.tensor.module import DistributedModule
 from smddp.modelparallel.tensor.transformer.divided import (
     Contracting,
@@ -27,6 +26,7 @@ from smddp.modelparallel.tensor.transformer.options import (
     check_norms,
     unpack,
 )
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["DistributedAttentionLayer"]
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smddp.modelparallel.common.errors import SMPUsageError
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["FlashAttentionLayer", "alibi", "visible"]
 

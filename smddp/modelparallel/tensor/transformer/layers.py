@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.tensor.module import DistributedModule
 from smddp.modelparallel.tensor.transformer.attention import DistributedAttentionLayer
 from smddp.modelparallel.tensor.transformer.feed_forward import (
@@ -17,6 +16,7 @@ from smddp.modelparallel.tensor.transformer.feed_forward import (
 )
 from smddp.modelparallel.tensor.transformer.norm import FusedLayerNorm
 from smddp.modelparallel.tensor.transformer.options import arguments_of, check_norms, unpack
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["DistributedTransformer", "DistributedTransformerLayer"]
 

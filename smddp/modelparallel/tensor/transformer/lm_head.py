@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smddp.modelparallel.common.errors import SMPUsageError
 from smddp.modelparallel.tensor.module import DistributedModule
 from smddp.modelparallel.tensor.transformer.divided import (
     IGNORED,
@@ -25,6 +24,7 @@ from smddp.modelparallel.tensor.transformer.options import (
     check_norms,
     unpack,
 )
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["DistributedTransformerLMHead"]
 
