@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch._dynamo
 from ranks import check_ranks
-from smp.zoo import ZOO, arguments, batch_of, make
+from smp.zoo import ZOO, batch_of, make, train_step
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.checkpoint import safetensors
@@ -28,14 +28,6 @@ from smdistributed.modelparallel.test.torch.utils import dump_model, verify
 pytestmark = pytest.mark.multiprocess
 
 NAME = "tied gpt"
-
-
-@smp.step
-def train_step(model: Any, *batch: Any) -> Any:
-    entry = ZOO[NAME]
-    loss = entry.loss(model(*arguments(entry, batch)), *batch)
-    model.backward(loss)
-    return loss
 
 
 def begin(pp: int, seed: int = 0, **config: Any) -> tuple[Any, Any]:
@@ -52,7 +44,7 @@ def begin(pp: int, seed: int = 0, **config: Any) -> tuple[Any, Any]:
 def train(model: Any, optimizer: Any, steps: range) -> None:
     for step in steps:
         optimizer.zero_grad()
-        train_step(model, *batch_of(NAME, step, 0))
+        train_step(model, NAME, *batch_of(NAME, step, 0))
         optimizer.step()
 
 

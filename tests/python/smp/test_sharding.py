@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import check_ranks, rotating, run_ranks
 from smp import test_random_models
-from smp.zoo import ZOO, arguments, batch_of, device, make
+from smp.zoo import ZOO, arguments, batch_of, device, make, train_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -82,14 +82,6 @@ def whole(
 @smp.step
 def squares(model: Any, x: Tensor) -> Any:
     loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
-
-@smp.step
-def train_step(model: Any, name: str, *batch: Any) -> Any:
-    entry = ZOO[name]
-    loss = entry.loss(model(*arguments(entry, batch)), *batch)
     model.backward(loss)
     return loss
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import check_ranks, rotating
-from smp.zoo import ZOO, arguments, batch_of, device, make
+from smp.zoo import ZOO, arguments, batch_of, device, make, train_step
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
@@ -150,14 +150,6 @@ def whole(row: Row) -> tuple[list[float], dict[str, Tensor]]:
 
 
 # --- with smp -------------------------------------------------------------------------------------
-
-
-@smp.step
-def train_step(model: Any, name: str, *batch: Any) -> Any:
-    entry = ZOO[name]
-    loss = entry.loss(model(*arguments(entry, batch)), *batch)
-    model.backward(loss)
-    return loss
 
 
 def trained(rows: list[Row]) -> list[Any]:

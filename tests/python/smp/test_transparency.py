@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import check_ranks
-from smp.zoo import ZOO, arguments, batch_of, device, make
+from smp.zoo import ZOO, arguments, batch_of, device, make, train_step
 
 import smdistributed.modelparallel.torch as smp
 
@@ -69,14 +69,6 @@ def whole(name: str, replicas: int) -> tuple[list[float], dict[str, torch.Tensor
             parameter.grad = sum(found[1:], found[0]) / replicas if found else None
         optimizer.step()
     return losses, {n: v.clone() for n, v in models[0].state_dict().items()}
-
-
-@smp.step
-def train_step(model: Any, name: str, *batch: Any) -> Any:
-    entry = ZOO[name]
-    loss = entry.loss(model(*arguments(entry, batch)), *batch)
-    model.backward(loss)
-    return loss
 
 
 def divided(config: dict[str, Any], names: Iterable[str] = ZOO) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import smdistributed.modelparallel.torch as smp
+
 BATCH = 8
 
 
@@ -443,3 +445,12 @@ def make(name: str) -> nn.Module:
 def batch_of(name: str, step: int, replica: int) -> tuple[Tensor, ...]:
     """Returns the batch of a step for a replica."""
     return ZOO[name].batch(torch.Generator().manual_seed(1000 * step + replica))
+
+
+@smp.step
+def train_step(model: Any, name: str, *batch: Any) -> Any:
+    """Trains a model of the zoo on a batch; returns the losses of the microbatches."""
+    entry = ZOO[name]
+    loss = entry.loss(model(*arguments(entry, batch)), *batch)
+    model.backward(loss)
+    return loss
