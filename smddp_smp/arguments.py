@@ -8,7 +8,7 @@ from typing import Any
 
 from smddp_smp.errors import SMPUsageError
 
-__all__ = ["divide_arguments", "entries"]
+__all__ = ["check_divisible", "divide_arguments", "entries", "not_of_the_batch"]
 
 
 def divide_arguments(
@@ -63,6 +63,40 @@ def entries(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any, bool]]:
             yield from ((entry, item, False) for entry, item in value.items())
         else:
             yield name, value, kind is not inspect.Parameter.KEYWORD_ONLY
+
+
+def not_of_the_batch(name: str) -> str:
+    """Returns what to do, for errors, with an argument that is not part of the batch."""
+    return f"If it is not part of the batch, add {name!r} to non_split_inputs of smp.step"
+
+
+def check_divisible(
+    name: str, shape: tuple[int, ...], count: int, axis: int, drop_last: str
+) -> None:
+    """Raises if a tensor cannot be divided into equal parts.
+
+    Args:
+        name: of the argument that has it.
+        shape: of the tensor.
+        count: the number of microbatches.
+        axis: the dimension to divide.
+        drop_last: how the framework drops the last, smaller batch; for the error.
+
+    Raises:
+        SMPUsageError: it has no such dimension, or that is no multiple of `count`.
+    """
+    advice = not_of_the_batch(name)
+    if not -len(shape) <= axis < len(shape):
+        raise SMPUsageError(
+            f"argument {name!r} has a tensor of shape {shape}, which has no dimension {axis} to "
+            f"divide. {advice}, or name the dimension in input_split_axes."
+        )
+    if shape[axis] % count:
+        raise SMPUsageError(
+            f"argument {name!r} has a tensor of shape {shape}: its dimension {axis} cannot be "
+            f"divided into {count} microbatches. Use {drop_last} and a batch size that is a "
+            f"multiple of {count}. {advice}."
+        )
 
 
 def _check_names(

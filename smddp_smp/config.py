@@ -11,13 +11,13 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from smddp_smp.config_keys import KEYS, Key
-from smddp_smp.errors import SMPConfigurationError
+from smddp_smp.errors import SMPConfigurationError, SMPInitializationError
 
-__all__ = ["ENVIRONMENT_VARIABLE", "Configuration", "configure", "main"]
+__all__ = ["ENVIRONMENT_VARIABLE", "Configuration", "compare", "configure", "main"]
 
 ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
 
@@ -111,6 +111,25 @@ def configure(
         _say_what_is_missing(values)
         _say_what_has_no_effect(values)
     return Configuration(values)
+
+
+def compare(of_ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Raises if ranks have different configurations, whose groups would not match.
+
+    Args:
+        of_ranks: `Configuration.as_dict()` of each rank of the job.
+
+    Raises:
+        SMPInitializationError: they differ.
+    """
+    first = of_ranks[0]
+    for rank, other in enumerate(of_ranks):
+        for name, value in other.items():
+            if value != first[name]:
+                raise SMPInitializationError(
+                    f"the ranks have different configurations: {name} is {first[name]!r} on "
+                    f"rank 0, {value!r} on rank {rank}"
+                )
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import smddp_numpy
-from smddp_smp.config import Configuration, configure
+from smddp_smp.config import Configuration, compare, configure
 from smddp_smp.config_keys import KEYS
 from smddp_smp.errors import SMPConfigurationError, SMPInitializationError, SMPUsageError
 from smddp_smp.logs import log, make_visible
@@ -130,13 +130,7 @@ def init(config: Mapping[str, Any] | None = None, timeout: float = 300.0) -> Non
         if error is not None:
             raise error
         raise type(answers[failed])(f"rank {failed}: {answers[failed]}")
-    for number, other in enumerate(answers):
-        for name, value in other.items():
-            if value != answers[0][name]:
-                raise SMPInitializationError(
-                    f"the ranks have different configurations: {name} is {answers[0][name]!r} on "
-                    f"rank 0, {value!r} on rank {number}"
-                )
+    compare(answers)
     _job = _Job(config_found, topology)
     if topology.rank == 0:
         make_visible()

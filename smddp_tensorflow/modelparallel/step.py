@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import smddp_numpy
-from smddp_smp.arguments import divide_arguments
+from smddp_smp.arguments import check_divisible, divide_arguments
 from smddp_smp.errors import SMPError, SMPPartitionError, SMPPeerError, SMPUsageError
 from smddp_smp.failure import summary
 from smddp_tensorflow.modelparallel import job, layers
@@ -379,21 +379,10 @@ def _pieces(name: str, value: Any, count: int, whole: bool, axis: int) -> list[A
         if not isinstance(leaf, tf.Tensor | np.ndarray):
             return [leaf] * count
         tensor = tf.convert_to_tensor(leaf)
-        advice = f"If it is not part of the batch, add {name!r} to non_split_inputs of smp.step"
         if count == 1:
             return [tensor]
-        shape = tuple(tensor.shape)
-        if not -len(shape) <= axis < len(shape):
-            raise SMPUsageError(
-                f"argument {name!r} has a tensor of shape {shape}, which has no dimension {axis} "
-                f"to divide. {advice}, or name the dimension in input_split_axes."
-            )
-        if shape[axis] % count:
-            raise SMPUsageError(
-                f"argument {name!r} has a tensor of shape {shape}: its dimension {axis} cannot be "
-                f"divided into {count} microbatches. Use drop_remainder=True in batch() and a "
-                f"batch size that is a multiple of {count}. {advice}."
-            )
+        drop_last = "drop_remainder=True in batch()"
+        check_divisible(name, tuple(tensor.shape), count, axis, drop_last)
         return list(tf.split(tensor, count, axis))
 
     if hasattr(value, "smp_slice"):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from smddp.modelparallel.job.groups import Groups
 from smddp.modelparallel.job.state import state
 from smddp_launch import complete_from_launcher, complete_rendezvous
-from smddp_smp.config import Configuration, configure
+from smddp_smp.config import Configuration, compare, configure
 from smddp_smp.errors import SMPInitializationError
 from smddp_smp.logs import log, make_visible
 from smddp_smp.topology import Topology
@@ -107,16 +107,10 @@ def _order_groups(cfg: Configuration, topology: Topology) -> list[tuple[int, ...
 
 
 def _compare(cfg: Configuration) -> None:
-    """Raises on all ranks if they have different configurations, whose groups would not match."""
+    """Raises on all ranks if they have different configurations."""
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, cfg.as_dict())
-    for rank, other in enumerate(everybody):
-        for name, value in other.items():
-            if value != everybody[0][name]:
-                raise SMPInitializationError(
-                    f"the ranks have different configurations: {name} is {everybody[0][name]!r} on "
-                    f"rank 0, {value!r} on rank {rank}"
-                )
+    compare(everybody)
 
 
 def _bring_up(cfg: Configuration, rank: int, size: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from smddp_smp.errors import SMPPeerError
 
-__all__ = ["gathered", "together"]
+__all__ = ["gathered", "gathered_over", "together"]
 
 log = logging.getLogger("smddp.modelparallel")
 
@@ -69,6 +69,26 @@ def gathered(
     with together(what, group, whole):
         dist.all_gather_object(parts, mine, group=group)
     return parts
+
+
+def gathered_over(what: str, mine: Any, groups: Sequence[dist.ProcessGroup]) -> list[Any]:
+    """Returns what all ranks give that groups connect, gathered in one group after the other.
+
+    For example the shards of a sharding group, and then those of all ranks of the model. Without
+    groups the result is `[mine]`.
+
+    Args:
+        what: the call; for messages.
+        mine: what this rank gives; any object that pickles.
+        groups: all their ranks have to make the call.
+
+    Raises:
+        SMPPeerError: as for `together`.
+    """
+    found = [mine]
+    for group in groups:
+        found = [one for some in gathered(what, found, group) for one in some]
+    return found
 
 
 def _listed(ranks: list[int]) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
 from smddp.modelparallel.delayed.life import with_values
-from smddp.modelparallel.job.meeting import gathered, together
+from smddp.modelparallel.job.meeting import gathered_over, together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.partition.placement import MARKER, Placement
 from smddp.modelparallel.pipeline.remote_tensor import give_values
@@ -185,17 +185,17 @@ class ModelState:
         if alone:
             shards = {name: without_parts(form) for name, form in forms.items()}
             forms = {name: form for name, form in shards.items() if form is not None}
-        parts = [(entries, forms)]
+        groups = []
         if self._sharding is not None:
-            parts = gathered(_LOADS_PARTIAL, parts[0], self._sharding.groups.parameters)
+            groups.append(self._sharding.groups.parameters)
         elif any(without_parts(form) is not None for form in forms.values()):
             raise SMPUsageError(
                 "the partial state dict is one of sharded data parallelism: load it with "
                 "smp.resume_from_checkpoint, or in a job with the same sharded_data_parallel_degree"
             )
         if not alone and (self._placement.size > 1 or self._divisions):
-            group = state.groups.of("mp" if self._divisions else "pp")
-            parts = [part for some in gathered(_LOADS_PARTIAL, parts, group) for part in some]
+            groups.append(state.groups.of("mp" if self._divisions else "pp"))
+        parts = gathered_over(_LOADS_PARTIAL, (entries, forms), groups)
         return united([part for part, _ in parts], [form for _, form in parts])
 
     def gather_in_place(self) -> None:

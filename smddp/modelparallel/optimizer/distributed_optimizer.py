@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from smddp.modelparallel.common.structure import tensors_in
 from smddp.modelparallel.delayed.life import come_to_life
-from smddp.modelparallel.job.meeting import gathered, together
+from smddp.modelparallel.job.meeting import gathered, gathered_over, together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.optimizer.clipping import clip_grad_norm
 from smddp.modelparallel.optimizer.half import half_precision
@@ -518,12 +518,13 @@ class _State:
             part: of this rank.
             what: the call that all of these ranks have to make; for error texts.
         """
-        parts = [{name: value for name, value in part.items() if name != MARKER}]
+        groups = []
         if state.groups.sharding is not None:
-            parts = gathered(what, parts[0], state.groups.sharding.parameters)
+            groups.append(state.groups.sharding.parameters)
         if state.topology.size_of("mp") > 1:
-            of_ranks = gathered(what, parts, state.groups.of("mp"))
-            parts = [part for some in of_ranks for part in some]
+            groups.append(state.groups.of("mp"))
+        mine = {name: value for name, value in part.items() if name != MARKER}
+        parts = gathered_over(what, mine, groups)
         return merged(parts) if len(parts) > 1 else parts[0]
 
 

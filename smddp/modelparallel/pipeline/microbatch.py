@@ -9,7 +9,12 @@ from typing import Any
 import torch
 
 from smddp.modelparallel.common.structure import flatten, rebuild
-from smddp_smp.arguments import divide_arguments, entries
+from smddp_smp.arguments import (
+    check_divisible,
+    divide_arguments,
+    entries,
+    not_of_the_batch,
+)
 from smddp_smp.errors import SMPUsageError
 
 __all__ = ["StepOutput", "collect", "divided_tensors", "split_arguments", "unequal_lengths"]
@@ -85,16 +90,7 @@ def split_arguments(
     whole: Sequence[str],
     axes: Mapping[str, int],
 ) -> list[tuple[list[Any], dict[str, Any]]]:
-    """Returns the arguments of each microbatch.
-
-    Args:
-        function: whose parameter names `whole` and `axes` use.
-        args: positional arguments.
-        kwargs: named arguments.
-        count: the number of microbatches.
-        whole: names of arguments that are not divided.
-        axes: along which dimension to divide, by name of the argument; 0 for those that are not
-            named.
+    """Returns the arguments of each microbatch; those of this function are of `divide_arguments`.
 
     Returns:
         (positional, named) arguments for each microbatch. Tensors are views of the given ones. An
@@ -176,22 +172,14 @@ def _slices_itself(value: Any) -> bool:
 
 
 def _divide(name: str, tensor: torch.Tensor, count: int, axis: int) -> list[torch.Tensor]:
-    advice = f"If it is not part of the batch, add {name!r} to non_split_inputs of smp.step"
     if tensor.dim() == 0:
         if count == 1:
             return [tensor]
-        raise SMPUsageError(f"argument {name!r} has a tensor without dimensions. {advice}.")
-    if not -tensor.dim() <= axis < tensor.dim():
         raise SMPUsageError(
-            f"argument {name!r} has a tensor of shape {tuple(tensor.shape)}, which has no "
-            f"dimension {axis} to divide. {advice}, or name the dimension in input_split_axes."
+            f"argument {name!r} has a tensor without dimensions. {not_of_the_batch(name)}."
         )
-    if tensor.shape[axis] % count:
-        raise SMPUsageError(
-            f"argument {name!r} has a tensor of shape {tuple(tensor.shape)}: its dimension {axis} "
-            f"cannot be divided into {count} microbatches. Use drop_last=True in the DataLoader "
-            f"and a batch size that is a multiple of {count}. {advice}."
-        )
+    drop_last = "drop_last=True in the DataLoader"
+    check_divisible(name, tuple(tensor.shape), count, axis, drop_last)
     return list(tensor.split(tensor.shape[axis] // count, dim=axis))  # type: ignore[no-untyped-call]
 
 
