@@ -311,10 +311,10 @@ class Executor:
             raise SMPUsageError(
                 "optimizer.get_gradients can be called once in a step's function: add the losses"
             )
-        if (ticket := progress.reach_backward(frame.microbatch)) is not None:
-            frame.forward = False
-            self._baton.wait(ticket, frame.priority, yields=True)
+        ticket = progress.reach_backward(frame.microbatch)
         frame.forward = False
+        if ticket is not None:
+            self._baton.wait(ticket, frame.priority, yields=True)
         tape, frame.tape = frame.tape, None
         self._differentiate(frame, tape, loss, [], None)
         frame.forward = True
@@ -379,14 +379,12 @@ class Executor:
                 f"layer {name!r} is on partition {owner}, and code inside tf.function calls it: "
                 "take tf.function away from that code"
             )
-        wanted = []
-        if frame.tape is not None:
-            wanted = [
-                place
-                for place, tensor in enumerate(tensors)
-                if tensor.dtype.is_floating and record.should_record_backprop([tensor])
-            ]
         records = frame.tape is not None
+        wanted = [
+            place
+            for place, tensor in enumerate(tensors if records else ())
+            if tensor.dtype.is_floating and record.should_record_backprop([tensor])
+        ]
         path = frame.next_path()
         identity = next(self._numbers)
         header = identity, frame.microbatch, path, number, training, records, wanted, packed
@@ -457,17 +455,15 @@ class Executor:
         assert model is not None
         layer = model.layers[number]
         args, kwargs = unpack(packed, message.tensors)
-        if not records:
-            result = layer(*args, **kwargs)
-        else:
-            inputs = [message.tensors[place] for place in wanted]
-            with tf.GradientTape() as frame.tape:
+        inputs = [message.tensors[place] for place in wanted]
+        with tf.GradientTape() if records else contextlib.nullcontext() as frame.tape:
+            if frame.tape is not None:
                 frame.tape.watch([frame.anchor, *inputs])
-                result = layer(*args, **kwargs)
-            _, tensors = pack(result)
+            result = layer(*args, **kwargs)
+        outline, tensors = pack(result)
+        if records:
             outputs = [one for one in tensors if one.dtype.is_floating]
             self._kept[message.sender, identity] = _Kept(frame, inputs, outputs)
-        outline, tensors = pack(result)
         self._send(message.sender, Kind.RESULT, (identity, outline), tensors)
 
     def _run_backward(self, kept: _Kept, message: Message) -> None:

@@ -140,7 +140,7 @@ def _divisions(
     units = Units(modules, trace, weight)
     while count <= min(ranks, len(units.costs)):
         replicas = ranks // count
-        # Sharding and tensor parallelism exclude each other.
+        # The ranks of a sharding group have one tensor-parallel rank.
         if ranks % count == 0 and replicas % (choices.degree * choices.tensor) == 0:
             active = choices.active
             if default_active:
@@ -170,6 +170,7 @@ def _shardings(choices: Choices) -> Iterator[tuple[float, dict[str, Any], Choice
     else:
         whole = dataclasses.replace(choices, shard_optimizer_state=True)
         yield 1.0, {"shard_optimizer_state": True}, whole
+    # `forecast` does not know sharding together with tensor parallelism.
     for degree in range(2, choices.replicas + 1) if choices.tensor == 1 else ():
         if choices.replicas % degree == 0:
             keys = {**off, "sharded_data_parallel_degree": degree}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def replace_marked(root: nn.Module) -> nn.Module:
     new: dict[int, nn.Module] = {}
     for parent, child_name, full_name, module in list(_candidates(root)):
         if id(module) not in new:
-            new[id(module)] = _replacement(module, full_name, holders, plan, first)
+            new[id(module)] = _replacement(module, full_name, holders, plan, say)
         if parent is None:
             return new[id(module)]
         parent._modules[child_name] = new[id(module)]
@@ -130,19 +130,15 @@ def _replacement(
     name: str,
     holders: dict[int, list[nn.Module]],
     plan: dict[int, Registration],
-    first: bool,
+    say: Callable[[str], None],
 ) -> nn.Module:
     """Returns what takes the place of a module; itself if it stays whole."""
     kind = type(module).__name__
+    stays = f"module {name!r} ({kind}) is not divided over tensor-parallel ranks"
     inside = {id(part) for part in module.modules()}
     for own, parameter in module.named_parameters():
         if any(id(holder) not in inside for holder in holders[id(parameter)]):
-            if first:
-                log.info(
-                    "smp: module %r (%s) is not divided over tensor-parallel ranks: it shares its "
-                    "parameter %r with another module",
-                    *(name, kind, own),
-                )
+            say(f"{stays}: it shares its parameter {own!r} with another module")
             return module
     registration = plan.get(id(module)) or registration_of(module)
     options = mark_of(module)
@@ -157,11 +153,7 @@ def _replacement(
         with _settings_of(module):
             result: nn.Module = registration.dist_module(*args, **kwargs)
     except SMPUsageError as error:
-        if first:
-            log.info(
-                "smp: module %r (%s) is not divided over tensor-parallel ranks: %s",
-                *(name, kind, error),
-            )
+        say(f"{stays}: {error}")
         return module
     if not any(isinstance(part, DistributedModule) for part in result.modules()):
         raise SMPUsageError(
