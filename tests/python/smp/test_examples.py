@@ -21,6 +21,8 @@ from ranks import check_ranks
 from sklearn.datasets import load_digits
 from smp.zoo import device
 
+import smdistributed.modelparallel.torch as smp
+
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(170)]
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
@@ -47,7 +49,7 @@ def output_of(ranks: int, script: str, *arguments: str, parameters: str = "") ->
 
 # --- the scripts of the guide ---------------------------------------------------------------------
 
-REPLICAS, BATCHES = 2, 3
+REPLICAS, BATCH, BATCHES = 2, 64, 3
 
 
 class Digits(torch.utils.data.TensorDataset):
@@ -55,9 +57,18 @@ class Digits(torch.utils.data.TensorDataset):
 
     def __init__(self, root: str, train: bool, download: bool) -> None:
         images, labels = load_digits(return_X_y=True)
-        count = 64 * BATCHES * REPLICAS
+        count = BATCH * BATCHES * REPLICAS
         x = torch.tensor(images[:count], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
         super().__init__(x, torch.tensor(labels[:count]))
+
+
+class LargeDigits(Digits):
+    """Images as large as those of MNIST, for which a script has its layers."""
+
+    def __init__(self, root: str, train: bool, download: bool) -> None:
+        super().__init__(root, train, download)
+        x, y = self.tensors
+        self.tensors = torch.nn.functional.interpolate(x, 28).double(), y
 
 
 class SplitDataset(torch.utils.data.Dataset[Any]):
@@ -80,10 +91,12 @@ class SplitDataset(torch.utils.data.Dataset[Any]):
         return self.dataset[self.indices[index]]
 
 
-def guide(script: str, parameters: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+def guide(
+    script: str, parameters: str, data: type[Digits] = Digits
+) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Runs a script as a launcher does; returns the state dict, and the names that live here."""
     for name, content in (
-        ("torchvision", {"datasets": types.SimpleNamespace(MNIST=Digits)}),
+        ("torchvision", {"datasets": types.SimpleNamespace(MNIST=data)}),
         ("torchnet", {}),
         ("torchnet.dataset", {"SplitDataset": SplitDataset}),
     ):
@@ -98,19 +111,21 @@ def guide(script: str, parameters: str) -> tuple[dict[str, torch.Tensor], list[s
     return dict(model.state_dict()), [name for name, _ in model.local_named_parameters()]
 
 
-def plainly(net: torch.nn.Module) -> dict[str, torch.Tensor]:
+def plainly(
+    net: torch.nn.Module, replicas: int, data: type[Digits] = Digits
+) -> dict[str, torch.Tensor]:
     """The oracle: the same training in one process, without smp."""
     optimizer = torch.optim.Adadelta(net.parameters(), lr=4.0)
-    dataset = Digits("", train=True, download=False)
-    x, y = (tensor.to(device()) for tensor in dataset.tensors)
-    for batch in range(BATCHES):
+    x, y = (tensor.to(device()) for tensor in data("", train=True, download=False).tensors)
+    share = len(x) // replicas
+    for begin in range(0, share, BATCH):
+        batch = min(BATCH, share - begin)
         optimizer.zero_grad()
-        for replica in range(REPLICAS):
-            begin = 64 * (batch + BATCHES * replica)
-            for part in range(begin, begin + 64, 16):
+        for first in range(begin, len(x), share):
+            for part in range(first, first + batch, 16):
                 rows = slice(part, part + 16)
-                loss = torch.nn.functional.nll_loss(net(x[rows]), y[rows]) / (4 * REPLICAS)
-                loss.backward()
+                loss = torch.nn.functional.nll_loss(net(x[rows]), y[rows])
+                (loss * 16 / (batch * replicas)).backward()
         optimizer.step()
     return net.state_dict()
 
@@ -135,7 +150,7 @@ def test_scripts_of_the_guide_train_what_one_process_would(script: str) -> None:
         parameters |= {"auto_partition": False, "default_partition": 0}
     results = check_ranks(guide, str(2 * REPLICAS), script, json.dumps(parameters))
     torch.manual_seed(0)
-    expected = plainly(Layers().to(device()))
+    expected = plainly(Layers().to(device()), REPLICAS)
     for state, _ in results:
         torch.testing.assert_close(state, dict(expected), rtol=1e-4, atol=1e-5)
     for pipeline in (results[:2], results[2:]):
@@ -145,6 +160,49 @@ def test_scripts_of_the_guide_train_what_one_process_would(script: str) -> None:
         assert sorted(first + second) == sorted(expected)
         if script == "manual.py":
             assert all(name.startswith("net1.") for name in first)
+
+
+def divided(script: str, parameters: str) -> tuple[dict[str, torch.Tensor], Any]:
+    """Runs a script with tensor parallelism; returns its state dict, and rank 0 also the oracle's.
+
+    In double precision: Adadelta divides small gradients by their own size, and divided layers add
+    in another order.
+    """
+    torch.set_default_dtype(torch.float64)
+    made = smp.DistributedModel
+    begun: list[torch.nn.Module] = []
+
+    def known(module: torch.nn.Module) -> torch.nn.Module:
+        """Divided layers begin with weights of their own; here all have those of a plain model."""
+        torch.manual_seed(0)
+        begun.append(type(module)())
+        model = made(module)
+        model.load_state_dict(begun[0].state_dict())
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(smp, "DistributedModel", known)
+        state, _ = guide(script, parameters, LargeDigits)
+    first = smp.rank() == 0
+    return state, plainly(begun[0].to(device()), smp.dp_size(), LargeDigits) if first else None
+
+
+@pytest.mark.parametrize(
+    ("script", "degrees"), [("tensor.py", (1, 4)), ("tensor_and_pipeline.py", (2, 2))]
+)
+def test_scripts_with_tensor_parallelism_train_what_one_process_would(
+    script: str, degrees: tuple[int, int]
+) -> None:
+    parameters = {
+        "pipeline_parallel_degree": degrees[0],
+        "tensor_parallel_degree": degrees[1],
+        "placement_strategy": "cluster",
+        "ddp": True,
+    } | ({"microbatches": 4} if degrees[0] > 1 else {})
+    results = check_ranks(divided, "4", script, json.dumps(parameters))
+    expected = results[0][1]
+    for state, _ in results:
+        torch.testing.assert_close(state, dict(expected), rtol=1e-9, atol=1e-9)
 
 
 # --- the examples ---------------------------------------------------------------------------------
