@@ -170,9 +170,8 @@ def _shardings(choices: Choices) -> Iterator[tuple[float, dict[str, Any], Choice
     else:
         whole = dataclasses.replace(choices, shard_optimizer_state=True)
         yield 1.0, {"shard_optimizer_state": True}, whole
-    # `forecast` does not know sharding together with tensor parallelism.
-    for degree in range(2, choices.replicas + 1) if choices.tensor == 1 else ():
-        if choices.replicas % degree == 0:
+    for degree in range(2, choices.copies + 1):
+        if choices.copies % degree == 0:
             keys = {**off, "sharded_data_parallel_degree": degree}
             sharded = dataclasses.replace(choices, degree=degree, shard_optimizer_state=False)
             cost = 4 + 10 * math.log2(degree)

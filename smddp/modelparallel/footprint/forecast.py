@@ -348,9 +348,10 @@ class _Rank:
     def _is_reduced(self, number: int) -> bool:
         """Says whether the gradient goes into a bucket; see `Ranks` in data_parallel/reducer.py."""
         choices = self._choices
+        shards = choices.degree if self._divided(number) else 1
         if self._facts.parameters[number].split:
-            return choices.copies > 1 or not choices.prescaled
-        return choices.replicas > (choices.degree if self._divided(number) else 1)
+            return choices.copies > shards or not choices.prescaled
+        return choices.replicas > shards
 
     def moments(self) -> dict[str, Bytes]:
         """Returns the prediction."""
