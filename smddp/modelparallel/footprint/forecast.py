@@ -501,18 +501,20 @@ class _Rank:
 
     def _buckets(self) -> list[list[int]]:
         """Returns the buckets in which gradients of sharded parameters are reduced."""
-        buckets: list[list[int]] = []
-        load = 0
+        groups: dict[bool, list[list[int]]] = {}  # by `split`
+        load: dict[bool, int] = {}
         for number in reversed(self._mine):
-            if not (self._divided(number) and self._facts.parameters[number].trains):
+            parameter = self._facts.parameters[number]
+            if not (self._divided(number) and parameter.trains):
                 continue
             padded = self._elements(number) * self._choices.degree
-            if not buckets or load + padded > self._choices.bucket:
+            buckets = groups.setdefault(parameter.split, [])
+            if not buckets or load[parameter.split] + padded > self._choices.bucket:
                 buckets.append([])
-                load = 0
+                load[parameter.split] = 0
             buckets[-1].append(number)
-            load += padded
-        return buckets
+            load[parameter.split] += padded
+        return [bucket for buckets in groups.values() for bucket in buckets]
 
     def _gathered(self, profile: Profile, parts: Sequence[int], ahead: bool) -> Array:
         """Returns the bytes of gathered parameters, tick by tick."""

@@ -17,6 +17,7 @@ from torch import nn
 
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.sharding.shard import ShardedParameter
+from smddp.modelparallel.tensor.division import division_of
 
 __all__ = ["ShardedSum"]
 
@@ -97,7 +98,11 @@ class ShardedSum(GradientSum):
             if not entry.shard.requires_grad:
                 continue
             dtype = entry.shard.grad_dtype or entry.shard.dtype
-            found = groups.setdefault((dtype, entry.shard.device), [[]])
+            # Other ranks have the same shard of a parameter that is divided over tensor-parallel
+            # ranks. If its sum were in one tensor with others, which are copied to reduce them over
+            # more ranks, it would keep their memory.
+            split = division_of(entry.parameter) is not None
+            found = groups.setdefault((dtype, entry.shard.device, split), [[]])
             if found[-1] and sum(e.padded for e in found[-1]) + entry.padded > self._cap:
                 found.append([])
             found[-1].append(entry)

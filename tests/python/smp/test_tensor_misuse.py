@@ -110,8 +110,8 @@ MISUSE = {
 
 
 def test_misuse_raises_on_all_ranks() -> None:
-    # Which rank finds a wrong batch first is a matter of time. The other may hear of it before it has
-    # compared the batches itself, and then its error names that rank: so the texts may differ.
+    # Which rank finds a wrong batch first is a matter of time. The other may hear of it before it
+    # has compared the batches itself, and then its error names that rank: so the texts may differ.
     for texts in check_ranks(misused, "2"):
         for name, text in MISUSE.items():
             assert text in texts.pop(name), name
