@@ -116,13 +116,14 @@ def choose(failures: Sequence[Failure]) -> Failure:
     )
 
 
-def raise_as_error(failure: Failure, cause: BaseException | None) -> NoReturn:
+def raise_as_error(failure: Failure, where: str, cause: BaseException | None) -> NoReturn:
     """Raises the same class with the same text on all ranks, from the original where possible.
 
     On a rank without the original exception, its traceback is appended to the text.
 
     Args:
         failure: to raise.
+        where: names the rank on which it was raised.
         cause: the original exception, if it was raised on this rank.
 
     Raises:
@@ -132,7 +133,6 @@ def raise_as_error(failure: Failure, cause: BaseException | None) -> NoReturn:
     """
     if failure.elsewhere is not None:
         raise failure.elsewhere.error()
-    where = f"rank {failure.rank} of the pipeline"
     origin = cause or _unpickled(failure)
     outside = failure.microbatch < 0 and isinstance(origin, SMPError)
     of_all = isinstance(origin, (SMPPeerError, SMPPartitionError))

@@ -184,7 +184,8 @@ def memory(*args: Any, **kwargs: Any) -> MemoryReport:
 
     Args:
         args: positional arguments of the model for one microbatch; only shapes, dtypes and devices
-            count. Without any, those of the model's first call with gradients.
+            count. Later calls, and those of `smp.explain`, know them. Without any, those of the
+            model's first call with gradients.
         kwargs: its named arguments.
 
     Returns:
@@ -202,6 +203,7 @@ def memory(*args: Any, **kwargs: Any) -> MemoryReport:
         if half is not None:
             args, kwargs = to_half(args, half), to_half(kwargs, half)
         example = Example.of(args, kwargs)
+        runtime.announced = example
     return MemoryReport(example)
 
 
@@ -223,9 +225,10 @@ def forecast_inputs(
 
     Args:
         runtime: of the model, which has been divided.
-        example: of the model's arguments; None for those of its first call.
+        example: of the model's arguments; None for those of its first call, or before it for those
+            that `smp.memory` has been given.
     """
-    example = example or runtime.example
+    example = example or runtime.example or runtime.announced
     profile, notes = None, []
     if example is None:
         notes = [

@@ -165,13 +165,15 @@ def save_checkpoint(
 
     Raises:
         SMPInitializationError: `smp.init` has not been called.
-        SMPUsageError: num_kept_partial_checkpoints is less than 1, or an entry cannot be saved as
-            safetensors.
+        SMPUsageError: there is nothing to save, num_kept_partial_checkpoints is less than 1, or an
+            entry cannot be saved as safetensors.
         SMPPeerError: not partial, and a rank of the pipeline has not called it within the timeout
             of the process group.
     """
     if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
         raise SMPUsageError("save_checkpoint: num_kept_partial_checkpoints must be at least 1")
+    if model is None and optimizer is None and user_content is None:
+        raise SMPUsageError("save_checkpoint: pass what to save: model, optimizer or user_content")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     first = state.topology.rank == 0
@@ -239,13 +241,22 @@ def resume_from_checkpoint(
     if not partial:
         file = folder / tag
         if not file.exists():
-            raise FileNotFoundError(f"there is no checkpoint {file}")
+            parts = folder / f"{tag}_partial"
+            hint = f"; there is one in parts, {parts}: load it with partial=True"
+            raise FileNotFoundError(
+                f"there is no checkpoint {file}{hint if parts.exists() else ''}"
+            )
         entries = _whole(file)
         model.load_state_dict(
             translate_function(entries) if translate_function else entries, strict
         )
         return _user_content(folder / f"user_content_{tag}")
     parts = folder / f"{tag}_partial"
+    if not parts.exists() and (folder / tag).exists():
+        raise FileNotFoundError(
+            f"there is no checkpoint {parts}; there is one of the whole model, {folder / tag}: "
+            "load it with partial=False"
+        )
     manifest = _manifest(parts)
     entries = _merged_model(parts, manifest)
     if entries:

@@ -24,8 +24,6 @@ _UNITS = {
     **{"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
     **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
 }
-# For sharding: what divides also the parameters of small models, and sums gradients early.
-_SMALL_PARTS = {"sdp_reduce_bucket_size": 5_000_000, "sdp_param_persistence_threshold": 100_000}
 
 
 def bytes_of(limit: Any) -> int:
@@ -104,7 +102,7 @@ def proposals(
     found: list[Proposal] = []
     blocks = () if choices.checkpoints else _repeated(facts.profile, modules)
     for cost, keys, divided in _divisions(facts, choices, modules, weight, default_active):
-        for more, sharding, sharded in _shardings(divided):
+        for more, sharding, sharded in _shardings(facts, divided):
             options: list[tuple[bool, bool]] = [(False, False)]
             options += [(True, False)] if blocks else []
             options += [(True, True)] if (blocks or choices.checkpoints) else []
@@ -156,11 +154,11 @@ def _divisions(
         count *= 2
 
 
-def _shardings(choices: Choices) -> Iterator[tuple[float, dict[str, Any], Choices]]:
+def _shardings(facts: Facts, choices: Choices) -> Iterator[tuple[float, dict[str, Any], Choices]]:
     """Yields ways to divide what replicas keep twice: cost, keys and choices."""
     yield 0.0, {}, choices
     if choices.degree > 1:
-        yield from _in_small_parts(choices, {})
+        yield from _in_small_parts(facts, choices, {})
         return
     if choices.copies == 1:
         return
@@ -176,21 +174,32 @@ def _shardings(choices: Choices) -> Iterator[tuple[float, dict[str, Any], Choice
             sharded = dataclasses.replace(choices, degree=degree, shard_optimizer_state=False)
             cost = 4 + 10 * math.log2(degree)
             yield cost, keys, sharded
-            for more, others, small in _in_small_parts(sharded, keys):
+            for more, others, small in _in_small_parts(facts, sharded, keys):
                 yield cost + more, others, small
 
 
 def _in_small_parts(
-    choices: Choices, keys: dict[str, Any]
+    facts: Facts, choices: Choices, keys: dict[str, Any]
 ) -> Iterator[tuple[float, dict[str, Any], Choices]]:
-    bucket, threshold = _SMALL_PARTS.values()
-    if choices.bucket > bucket or choices.threshold > threshold:
+    """Yields sharding that also divides small parameters, and sums gradients early."""
+    here = sum(parameter.numel for parameter in facts.parameters) // choices.partitions
+    changed = {}
+    # Of a model with 120,000 elements in a partition: buckets of 6,000, parameters from 100.
+    for key, now, most, share in (
+        ("sdp_reduce_bucket_size", choices.bucket, 5_000_000, 20),
+        ("sdp_param_persistence_threshold", choices.threshold, 100_000, 1000),
+    ):
+        size = min(most, max(here // share, 1))
+        size -= size % 10 ** (len(str(size)) - 1)  # one digit, and zeros
+        if size < now:
+            changed[key] = size
+    if changed:
         small = dataclasses.replace(
             choices,
-            bucket=min(choices.bucket, bucket),
-            threshold=min(choices.threshold, threshold),
+            bucket=changed.get("sdp_reduce_bucket_size", choices.bucket),
+            threshold=changed.get("sdp_param_persistence_threshold", choices.threshold),
         )
-        yield 0.5, {**keys, **_SMALL_PARTS}, small
+        yield 0.5, {**keys, **changed}, small
 
 
 def _together(modules: Modules, number: int, owners: Sequence[int | None]) -> bool:

@@ -77,17 +77,28 @@ class ActivationCheckpoints:
             SMPPartitionError: the script divides the model, and this module lives on several ranks.
         """
         call = "smp.set_activation_checkpointing"
-        number = self._modules.number_of(module) if isinstance(module, nn.Module) else None
+        kind = type(module).__name__
+        if not isinstance(module, nn.Module):
+            raise SMPUsageError(
+                f"{call} takes a module, such as model.get_module().encoder, not a {kind}"
+            )
+        number = self._modules.number_of(module)
         if number is None:
             raise SMPUsageError(
-                f"{call}: the {type(module).__name__} is not part of the model that "
-                "smp.DistributedModel has wrapped"
+                f"{call}: the {kind} is not part of the model that smp.DistributedModel has "
+                "wrapped: take a module from model.get_module()"
+            )
+        containers = nn.ModuleList, nn.ModuleDict
+        if isinstance(module, containers) and type(module).forward is nn.Module.forward:
+            raise SMPUsageError(
+                f"{call}: {self._modules.names[number]!r} is a {kind}, which is never called "
+                "itself: mark each of the modules in it"
             )
         if not isinstance(module, nn.Sequential):
             if strategy != "each" or packed:
                 raise SMPUsageError(
                     f"{call}: strategy and pack_args_as_tuple are for an nn.Sequential, and "
-                    f"{self._modules.names[number]!r} is a {type(module).__name__}"
+                    f"{self._modules.names[number]!r} is a {kind}"
                 )
             mark = _Mark(preserve, 0)
         else:
@@ -98,7 +109,7 @@ class ActivationCheckpoints:
             )
             if own_forward and strategy.startswith("group"):
                 raise SMPUsageError(
-                    f"{call}: {type(module).__name__} has a forward method of its own, so its "
+                    f"{call}: {kind} has a forward method of its own, so its "
                     "layers cannot be grouped: use the strategy 'each' or 'contiguous'"
                 )
             mark = _Mark(preserve, 0 if own_forward and strategy == "contiguous" else size)

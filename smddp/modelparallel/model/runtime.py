@@ -65,6 +65,7 @@ class ModelRuntime:
         sharding: divides parameters over replicas; None without sharded data parallelism.
         delayed: were parameters created without memory?
         example: the shapes of the arguments of the model's first call with gradients; None before.
+        announced: those that the script has given to `smp.memory`; None if it has not.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class ModelRuntime:
         self._gather_redo = False
         self.device = device.current()
         self.example: Example | None = None
+        self.announced: Example | None = None
         modules.install()
         if topology.pp_size == 1:
             self.apply(Decision.one_partition(modules))

@@ -149,8 +149,8 @@ class ModelState:
         unexpected = [name for name in entries if name not in names]
         if strict and (missing or unexpected):
             raise RuntimeError(
-                f"the state does not fit the model: it lacks {missing}, and the model has no "
-                f"{unexpected}"
+                f"the state does not fit the model: the model needs {_listed(missing)} that the "
+                f"state lacks, and the state has {_listed(unexpected)} that the model lacks"
             )
         local = {
             name: value for name, value in entries.items() if name not in names or name in here
@@ -221,3 +221,9 @@ def _place() -> tuple[int, int]:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _listed(names: list[str]) -> str:
+    """Returns a few names, and how many there are."""
+    shown = ", ".join(map(repr, names[:5])) + (", …" if len(names) > 5 else "")
+    return f"{len(names)} entries ({shown})" if names else "no entries"

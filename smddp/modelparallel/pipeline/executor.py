@@ -807,7 +807,7 @@ class Executor:
             raise Redo
         # Not kept: its traceback refers to the model and to everything of the step.
         cause, self._cause = self._cause, None
-        raise_as_error(first, cause if first.rank == self.rank else None)
+        raise_as_error(first, self._who(first.rank), cause if first.rank == self.rank else None)
 
     def _raise_silence(self, peer: int) -> NoReturn:
         text = f"{self._who(peer)} {_SILENT}"
@@ -830,7 +830,8 @@ class Executor:
         return None
 
     def _who(self, peer: int) -> str:
-        return f"rank {peer} of the pipeline"
+        of_job = self._job_ranks[peer]
+        return f"rank {peer} of the pipeline" + (f" (rank {of_job} of the job)" * (of_job != peer))
 
 
 def _prepare_thread() -> Callable[[], None]:

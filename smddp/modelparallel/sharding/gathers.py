@@ -417,8 +417,8 @@ class Gathers:
             ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
             raise SMPPeerError(
                 f"parameter {entry.name!r} is needed outside a step: the ranks {ranks} of the job, "
-                "which share it, have to call the model and its state_dict together, all of them "
-                f"or none ({error})"
+                "which share it, have to make this call of the model, or of its state_dict, all of "
+                f"them or none ({error})"
             ) from error
         return flat
 
@@ -554,8 +554,9 @@ class Gathers:
         raise SMPUsageError(
             "the ranks of a sharding group have to use the same parameters in the same order: rank "
             f"{ranks[self._group.rank()]} of the job {self._text(number)}, rank {ranks[other]} "
-            f"{self._text(said[other])}. Control flow that depends on data must be the same on all "
-            "of them; or keep these parameters whole with a larger sdp_param_persistence_threshold"
+            f"{self._text(said[other])}. All of them have to make the same calls, of "
+            "smp.set_activation_checkpointing, too, and control flow that depends on data must be "
+            "the same; or keep these parameters whole with a larger sdp_param_persistence_threshold"
         )
 
     def _text(self, number: int) -> str:

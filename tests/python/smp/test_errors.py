@@ -308,22 +308,27 @@ def called_by_some(model: Any, x: torch.Tensor, calls: bool) -> Any:
         model.backward(model(x).sum())
 
 
-_ZERO = "rank 0 of the pipeline"
+def named(rank: int, replica: int) -> str:
+    """Returns how errors name a rank of a pipeline of two."""
+    return f"rank {rank} of the pipeline" + (
+        f" (rank {2 * replica + rank} of the job)" if replica else ""
+    )
 
 
 @pytest.mark.parametrize(
     ("where", "dp", "cause", "partitioned"),
     [
-        ("arguments", 0, f"SMPUsageError: {_ZERO}: argument 'x' has a tensor of shape", False),
-        ("arguments", 1, f"SMPUsageError: {_ZERO}: argument 'x' has a tensor of shape", False),
-        ("body", 1, f"SMPMicrobatchError: {_ZERO}, microbatch 0: KeyError: 'in the body'", False),
+        ("arguments", 0, "SMPUsageError: {zero}: argument 'x' has a tensor of shape", False),
+        ("arguments", 1, "SMPUsageError: {zero}: argument 'x' has a tensor of shape", False),
+        ("body", 1, "SMPMicrobatchError: {zero}, microbatch 0: KeyError: 'in the body'", False),
         ("trace", 0, "ZeroDivisionError: in the decision", False),
-        ("module", 1, "SMPMicrobatchError: rank 1 of the pipeline, microbatch 2: ZeroDi", True),
+        ("module", 1, "SMPMicrobatchError: {one}, microbatch 2: ZeroDivisionError: in ", True),
     ],
 )
 def test_a_first_step_that_fails_on_one_replica(
     where: str, dp: int, cause: str, partitioned: bool
 ) -> None:
+    cause = cause.format(zero=named(0, dp), one=named(1, dp))
     for rank, seen in enumerate(check_ranks(replica_fails_at_first, "4", where, dp)):
         ((text, divided),) = seen
         assert divided == partitioned
@@ -332,7 +337,7 @@ def test_a_first_step_that_fails_on_one_replica(
             assert "another replica" not in text
             continue
         # Before the partition only rank 0 of the pipeline learns of it; later each rank does.
-        through = "" if partitioned else f"{_ZERO}: "
+        through = "" if partitioned else f"{named(0, rank // 2)}: "
         by = 2 * dp + (rank % 2 if partitioned else 0)
         assert text.startswith(
             f"SMPPeerError: {through}the step failed on another replica of the model, on rank "
@@ -426,7 +431,8 @@ def replica_fails() -> list[str]:
 def test_a_failure_of_one_replica_reaches_the_others() -> None:
     zero, one = check_ranks(replica_fails, "2")
     cause = (
-        "SMPMicrobatchError: rank 0 of the pipeline, microbatch 2: ZeroDivisionError: in forward"
+        "SMPMicrobatchError: rank 0 of the pipeline (rank 1 of the job), microbatch 2: "
+        "ZeroDivisionError: in forward"
     )
     elsewhere = (
         "SMPPeerError: the step failed on another replica of the model, on rank 1 of the job"
