@@ -129,7 +129,7 @@ class MemoryReport(contextlib.AbstractContextManager["MemoryReport"]):
         census, self._census = self._census, None
         assert census is not None
         if error is None:  # else the other ranks may never come here
-            self._update(dict(census.peaks))
+            self._update(census.peaks)
 
     def __str__(self) -> str:
         titles = ["rank", "part", "", *KINDS, "total"]

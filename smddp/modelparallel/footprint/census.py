@@ -49,11 +49,7 @@ def _counts(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 class Census:
-    """Counts the storages that operations touch, on the threads that are in a `watch`.
-
-    Attributes:
-        peaks: by moment, what there was when most memory was used.
-    """
+    """Counts the storages that operations touch, on the threads that are in a `watch`."""
 
     def __init__(
         self,
@@ -74,8 +70,17 @@ class Census:
         self._living: dict[int, tuple[Any, int]] = {}
         self._sum = 0
         self._highest: dict[str, int] = {}
-        self.peaks: dict[str, Bytes] = {}
+        # The moment of a new peak of which is not known yet what it is made of.
+        self._new: str | None = None
+        self._peaks: dict[str, Bytes] = {}
         self._note([tensor for some in kinds().values() for tensor in some])
+
+    @property
+    def peaks(self) -> dict[str, Bytes]:
+        """By moment, what there was when most memory was used."""
+        with self._lock:
+            self._look_closer()
+            return dict(self._peaks)
 
     def watch(self) -> TorchDispatchMode:
         """Returns a context in which operations of this thread are counted."""
@@ -94,6 +99,7 @@ class Census:
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
         """Counts what an operation has touched."""
         with self._lock:
+            self._look_closer()
             self._note(tensors)
             moment = self._moment()
             # The sum has also what is free by now; so it is a bound.
@@ -107,12 +113,23 @@ class Census:
         if self._sum <= self._highest.get(moment, -1):
             return
         self._highest[moment] = self._sum
-        last = self.peaks.get(moment)
+        last = self._peaks.get(moment)
         if last is None or self._sum > _CLOSER * last.total:
-            kinds = self._kinds()
-            self._note([tensor for some in kinds.values() for tensor in some])
-            self._highest[moment] = self._sum
-            self.peaks[moment] = count(kinds, self._device, self._sum)
+            self._new = moment
+
+    def _look_closer(self) -> None:
+        """Finds out what a new peak is made of.
+
+        That is at the next operation: by then, the program has put the result of the one that made
+        the peak where it belongs.
+        """
+        moment, self._new = self._new, None
+        if moment is None:
+            return
+        kinds = self._kinds()
+        self._note([tensor for some in kinds.values() for tensor in some])
+        self._highest[moment] = max(self._highest[moment], self._sum)
+        self._peaks[moment] = count(kinds, self._device, self._highest[moment])
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -36,16 +36,18 @@ class _Bucket:
         self.part = sum(entry.shard.numel() for entry in entries)  # elements of a rank
         self.degree = entries[0].degree
 
-    def filled(self, gradients: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Returns the gradients as one tensor: the parts of rank 0, then those of rank 1, etc.
+    def zeros(self) -> torch.Tensor:
+        """Returns memory for gradients as one tensor: the parts of rank 0, those of rank 1, etc."""
+        return torch.zeros(self.degree * self.part, dtype=self.dtype, device=self.device)
+
+    def fill(self, sent: torch.Tensor, gradients: dict[int, torch.Tensor]) -> None:
+        """Copies gradients into what `zeros` has returned.
 
         Args:
+            sent: to change.
             gradients: of this bucket's parameters, by number; a missing one counts as zeros.
         """
-        if len(self.entries) == 1 and gradients:
-            (gradient,) = gradients.values()
-            return self.entries[0].flattened(_dense(gradient)).contiguous()
-        parts = torch.zeros(self.degree, self.part, dtype=self.dtype, device=self.device)
+        parts = sent.view(self.degree, self.part)
         begin = 0
         for entry in self.entries:
             size = entry.shard.numel()
@@ -53,7 +55,6 @@ class _Bucket:
                 flat = entry.flattened(_dense(gradients[entry.number]))
                 parts[:, begin : begin + size].copy_(flat.view(self.degree, size))
             begin += size
-        return parts.view(-1)
 
     def pieces(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Returns the parts of the parameters in a tensor of this rank's part of the bucket."""
@@ -122,6 +123,7 @@ class ShardedSum(GradientSum):
         # (work, bucket, what is sent, what arrives)
         self._works: collections.deque[tuple[Any, _Bucket, torch.Tensor, torch.Tensor]]
         self._works = collections.deque()
+        self._next_sent: list[torch.Tensor] = []  # what the next reduction sends and gets
         self._totals: dict[int, torch.Tensor] = {}  # by number of the parameter
 
     # --- as in GradientSum ------------------------------------------------------------------------
@@ -183,7 +185,8 @@ class ShardedSum(GradientSum):
             return super().late(parameter)
         gradient = self._whole.late(entry.parameter)
         bucket = _Bucket([entry])
-        sent = bucket.filled({} if gradient is None else {entry.number: gradient})
+        sent = bucket.zeros()
+        bucket.fill(sent, {} if gradient is None else {entry.number: gradient})
         part = torch.empty(bucket.part, dtype=bucket.dtype, device=bucket.device)
         dist.reduce_scatter_tensor(part, sent, group=self._group)
         return part.div_(entry.degree)
@@ -205,6 +208,7 @@ class ShardedSum(GradientSum):
         return [
             *(*super().tensors(), *self._whole.tensors(), *waiting, *works),
             *self._totals.values(),
+            *self._next_sent,
         ]
 
     # --- the sums over the group ------------------------------------------------------------------
@@ -225,17 +229,25 @@ class ShardedSum(GradientSum):
             waiting = self._waiting.get(self._next, {})
             if microbatch not in self._over and len(waiting) < len(bucket.entries):
                 return
-            self._launch(bucket, self._waiting.pop(self._next, {}))
+            self._launch(bucket, waiting)
+            self._waiting.pop(self._next, None)
+            last = place + 1 == len(self._buckets)
+            self._next = (microbatch + 1, 0) if last else (microbatch, place + 1)
 
     def _launch(self, bucket: _Bucket, gradients: dict[int, torch.Tensor]) -> None:
         self.add_completed()  # frees memory
-        sent = bucket.filled(gradients)
+        if len(bucket.entries) == 1 and gradients:
+            (gradient,) = gradients.values()
+            sent = bucket.entries[0].flattened(_dense(gradient)).contiguous()
+        else:
+            sent = bucket.zeros()
+            self._next_sent.append(sent)
+            bucket.fill(sent, gradients)
         part = torch.empty(bucket.part, dtype=bucket.dtype, device=bucket.device)
+        self._next_sent.append(part)
         work = dist.reduce_scatter_tensor(part, sent, group=self._group, async_op=True)
         self._works.append((work, bucket, sent, part))
-        microbatch, place = self._next
-        last = place + 1 == len(self._buckets)
-        self._next = (microbatch + 1, 0) if last else (microbatch, place + 1)
+        self._next_sent.clear()
 
     def add_completed(self) -> None:
         """Adds the results of the reductions that have ended, and frees what was sent.
