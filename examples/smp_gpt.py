@@ -1,9 +1,12 @@
 """Trains a small GPT on the text of smddp's documentation, partitioned over ranks.
 
     torchrun --nproc-per-node 2 examples/smp_gpt.py --partitions 2
+    torchrun --nproc-per-node 4 examples/smp_gpt.py --partitions 2 --sharding 2 --checkpointing
 
 The model is written as for a single process: a loop over a list of blocks, and an output layer that
-shares its weight with the embedding. --report draws the partition and the timeline of one step.
+shares its weight with the embedding. --sharding divides parameters, gradients and what the
+optimizer keeps over so many replicas, and --checkpointing computes the activations of blocks again
+in the backward pass. --report draws the partition and the timeline of one step, and counts memory.
 """
 
 from __future__ import annotations
@@ -80,9 +83,18 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--sharding", type=int, default=1, help="sharded_data_parallel_degree")
+    parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--report", type=Path, help="folder for drawings")
     options = parser.parse_args()
     config = {"partitions": options.partitions, "microbatches": options.microbatches, "ddp": True}
+    if options.sharding > 1:
+        config |= {
+            "sharded_data_parallel_degree": options.sharding,
+            # The defaults are for models of billions of parameters; this one has 400,000.
+            "sdp_param_persistence_threshold": 1000,
+            "sdp_reduce_bucket_size": 20_000,
+        }
     smp.init({**config, "optimize": "speed"})
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -91,6 +103,8 @@ def main() -> None:
     data = torch.tensor([letters.index(letter) for letter in text])
     model = smp.DistributedModel(GPT(len(letters), 64, options.layers))
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
+    for block in model.get_module().blocks if options.checkpointing else ():
+        smp.set_activation_checkpointing(block)
     places = torch.Generator().manual_seed(smp.dp_rank())
     for number in range(options.steps):
         starts = torch.randint(0, len(data) - LENGTH - 1, (16,), generator=places)
@@ -98,14 +112,17 @@ def main() -> None:
         rows = rows.to(device)
         optimizer.zero_grad()
         loss = train_step(model, rows[:, :-1], rows[:, 1:]).reduce_mean()
-        smp.clip_grad_norm(1.0)
+        if options.sharding == 1:
+            smp.clip_grad_norm(1.0)  # with sharding, optimizer.step() clips to 1.0
         optimizer.step()
         if smp.rank() == 0 and (number % 20 == 0 or number == options.steps - 1):
             print(f"step {number}: loss {float(loss):.3f}")
     if options.report is not None:
         options.report.mkdir(parents=True, exist_ok=True)
         report = smp.timeline(str(options.report / "step.svg"))
+        memory = smp.memory()
         if smp.rank() == 0:
+            print(memory)
             print(smp.explain(str(options.report / "partition.svg")))
             print(report)
 

@@ -18,6 +18,7 @@ _USAGE = """usage: smddp COMMAND ...
   topo       print what smddp sees of this host, or, under a launcher, of all hosts of the job
   doctor     find out what is wrong with this host, or, under a launcher, between hosts
   status     show what ranks on this host are doing, without stopping them
+  merge      make one file of a model that smp has saved in parts
 """
 
 
@@ -54,6 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
         from smddp.topology import main as topo
 
         return topo(rest)
+    if name == "merge":
+        from smddp.modelparallel.checkpoint.merge import main as merge
+
+        return merge(rest)
     if name in ("-h", "--help"):
         print(_USAGE, end="")
         return 0

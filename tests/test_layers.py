@@ -100,7 +100,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "smddp_autoload": {"smddp", "smddp_registration"},
     "smddp_tool": {"smddp.cli"},
     "smddp.bench": {"smddp", "smddp_launch"},
-    "smddp.cli": {"smddp", "smddp.bench"},
+    "smddp.cli": {"smddp", "smddp.bench", CHECKPOINT},
     COMMON: set(),
     JOB: {SHARED, "smddp", "smddp_launch"},
     PIPELINE: {SHARED, "smddp", COMMON, ACTIVATIONS},

@@ -36,7 +36,14 @@ from smddp.modelparallel.sharding.joined import SHARDS, united
 from smddp_smp.errors import SMPUsageError
 from smddp_smp.topology import CommGroup
 
-__all__ = ["full_state_dict", "load", "resume_from_checkpoint", "save", "save_checkpoint"]
+__all__ = [
+    "full_state_dict",
+    "load",
+    "resume_from_checkpoint",
+    "save",
+    "save_checkpoint",
+    "write_whole",
+]
 
 log = logging.getLogger("smddp.modelparallel")
 
@@ -185,7 +192,7 @@ def save_checkpoint(
         else:
             entries = model.state_dict() if model is not None else {}
             if first:
-                _write_whole(folder / tag, _translated(entries) if translate_if_full else entries)
+                write_whole(folder / tag, _translated(entries) if translate_if_full else entries)
         if first:
             write(folder / f"user_content_{tag}", lambda file: torch.save(user_content, file))
     if first:
@@ -310,8 +317,16 @@ def _is_safetensors(name: str) -> bool:
     return name.endswith(".safetensors")
 
 
-def _write_whole(file: Path, entries: dict[str, Any]) -> None:
-    """Writes entries in the format that the name of the file asks for."""
+def write_whole(file: Path, entries: dict[str, Any]) -> None:
+    """Writes entries in the format that the name of the file asks for.
+
+    Args:
+        file: is safetensors if it ends in `.safetensors`, else what torch.save writes.
+        entries: by name.
+
+    Raises:
+        SMPUsageError: an entry cannot be saved as safetensors.
+    """
     if _is_safetensors(file.name):
         write(file, lambda stream: safetensors.write(stream, entries))
     else:
@@ -350,7 +365,7 @@ def _save_shards(index: Path, model: Any, translate: bool) -> None:
     part = f"{topology.rank_in('pp') + 1:05}-of-{topology.pp_size:05}"
     file = index.with_name(f"{whole.stem}-{part}{whole.suffix}")
     if topology.rank_in("dp") == 0 and entries:
-        _write_whole(file, entries)
+        write_whole(file, entries)
     size = sum(
         value.numel() * value.element_size()
         for value in entries.values()

@@ -21,7 +21,8 @@ from smp.zoo import ZOO, batch_of, make, train_step
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.checkpoint import safetensors
-from smddp.modelparallel.checkpoint.checkpoint import full_state_dict
+from smddp.modelparallel.checkpoint.checkpoint import _whole, full_state_dict
+from smddp.modelparallel.checkpoint.merge import main as merge
 from smddp_smp.errors import SMPUsageError
 from smdistributed.modelparallel.test.torch.utils import dump_model, verify
 
@@ -179,6 +180,9 @@ def test_training_goes_on_at_any_degree(tmp_path: Path, saved: Any, loaded: Any)
         assert state == {}
     # A single process can merge the parts, too.
     same(full_state_dict(path, "two"), whole_model)
+    for name in ("merged.pt", "merged.safetensors"):
+        assert merge([path, str(tmp_path / name), "--tag=two"]) == 0
+        same(_whole(tmp_path / name), whole_model)
     # Plain torch can read and write the single file.
     plain = make(NAME)
     plain.load_state_dict(torch.load(tmp_path / "full", weights_only=True))

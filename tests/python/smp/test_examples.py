@@ -237,6 +237,17 @@ def test_gpt_learns_the_same_text_divided_or_whole(tmp_path: Path) -> None:
     assert "busy" in divided
 
 
+def test_gpt_learns_the_same_sharded_or_whole() -> None:
+    options = ["--steps=21", "--layers=2"]
+    plain = output_of(4, "smp_gpt.py", "--partitions=2", *options)
+    sharded = output_of(
+        4, "smp_gpt.py", "--partitions=2", "--sharding=2", "--checkpointing", *options
+    )
+    losses = re.findall(r"loss (\d\.\d+)", plain)
+    assert len(losses) == 2
+    assert losses == re.findall(r"loss (\d\.\d+)", sharded)
+
+
 def test_unet_removes_noise() -> None:
     text = output_of(2, "smp_unet.py", "--partitions=2", "--steps=30")
     left = [float(share) for share in re.findall(r"(\d\.\d+) of the noise", text)]
