@@ -99,6 +99,10 @@ class Exchange:
         """Sums terms over ranks, on all of them; every rank uses the sum for the same examples."""
         return self._apply(x, self._all_reduce, _same)
 
+    def replicas(self, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """Returns parameters that are whole, for own states: as they are."""
+        return parameters
+
     def maximum(self, x: Tensor) -> Tensor:
         """Returns the largest value of each element over ranks, without a gradient."""
         x = x.detach().clone(memory_format=torch.contiguous_format)

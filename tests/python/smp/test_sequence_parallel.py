@@ -74,18 +74,36 @@ def whole(options: dict[str, Any], batches: int) -> dict[str, Any]:
 
 
 @smp.step
-def train(model: Any, ids: Tensor) -> Tensor:
-    loss = model((ids, None, None, None, ids))
+def train(model: Any, ids: Tensor, autocast: bool = False) -> Tensor:
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
+        loss = model((ids, None, None, None, ids))
     model.backward(loss)
     return loss
 
 
-def trained(config: dict[str, Any], options: dict[str, Any], checkpoints: bool) -> dict[str, Any]:
-    """Trains on the ranks of a job."""
+def trained(
+    config: dict[str, Any],
+    options: dict[str, Any],
+    checkpoints: bool = False,
+    autocast: bool = False,
+    elsewhere: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """Trains on the ranks of a job.
+
+    Args:
+        config: of smp.
+        options: of the model.
+        checkpoints: compute the activations of layers again?
+        autocast: compute in bf16?
+        elsewhere: modules for the second partition.
+    """
     smp.init({"ddp": True, "microbatches": 2, "prescaled_batch": True, **config})
-    module = smp.nn.DistributedTransformerLMHead(sequence_parallel=True, **MODEL, **options)
+    module = smp.nn.DistributedTransformerLMHead(**{"sequence_parallel": True, **MODEL, **options})
     model = smp.DistributedModel(module)
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for name in elsewhere:
+        smp.set_partition(module.get_submodule(name), 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = smp.DistributedOptimizer(inner, static_loss_scale=64.0)
     model.load_state_dict(oracle(options).state_dict())
     if checkpoints:
         smp.set_activation_checkpointing(module.transformer.seq_layers)
@@ -138,6 +156,33 @@ def test_training_is_that_of_one_process(name: str) -> None:
     for result in results:
         losses = [of_all[result["number"]] for of_all in wanted["losses"]]
         check_same(result, losses, wanted["norms"], wanted["state"])
+
+
+def test_a_layer_may_be_on_two_partitions() -> None:
+    # What one rank gathers is used on the other, which has no part of it.
+    layer = "transformer.seq_layers.0."
+    elsewhere = tuple(
+        layer + name
+        for name in ("attention.query", "attention.dense", "output.layernorm", "output.dense1")
+    )
+    config = {**TWO, "partitions": 2, "auto_partition": False, "default_partition": 0}
+    options = {**BOTH, **DIVIDED_WORDS, **NO_DROPOUT}
+    wanted = whole(options, 1)
+    losses = [one for (one,) in wanted["losses"]]
+    for result in check_ranks(trained, "4", config, options, False, False, elsewhere):
+        check_same(result, losses, wanted["norms"], wanted["state"])
+
+
+@pytest.mark.parametrize(("config", "autocast"), [(TWO, True), ({**TWO, "fp16": True}, False)])
+def test_half_precision(config: dict[str, Any], autocast: bool) -> None:
+    options = {**PRE, **DIVIDED_WORDS, **NO_DROPOUT}
+    plain = {**options, "sequence_parallel": False}
+    (wanted, _), results = (
+        check_ranks(trained, "2", config, one, False, autocast) for one in (plain, options)
+    )
+    for result in results:
+        assert result["losses"] == pytest.approx(wanted["losses"], rel=2e-3)
+        assert result["norms"] == pytest.approx(wanted["norms"], rel=2e-2)
 
 
 @pytest.mark.parametrize("name", ["2", "4, both", "2 partitions", "checkpoints"])
@@ -220,7 +265,48 @@ def test_a_rank_keeps_its_part_of_activations(size: int, batch: int) -> None:
         assert found > (4 * 4 + 2) * values
 
 
-# --- evaluation, generation, misuse ---------------------------------------------------------------
+def exchanged(sequence_parallel: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns elements that a layer gathers, scatters and sums, forward and backward."""
+    smp.init({"ddp": True, "prescaled_batch": True, **TWO})
+    layer = smp.nn.DistributedTransformerLayer(
+        *(4, 4, HIDDEN, 32),
+        pre_layernorm=True,
+        post_layernorm=False,
+        sequence_parallel=sequence_parallel,
+    )
+    layer._outermost = False  # as in a stack
+    counts: dict[str, int] = {}
+    collectives = layer.exchange.collectives
+    make = collectives.make
+
+    def counting(kind: str, result: Tensor, argument: Tensor) -> None:
+        counts[kind] = counts.get(kind, 0) + max(result.numel(), argument.numel())
+        make(kind, result, argument)
+
+    collectives.make = counting
+    positions = POSITIONS // 2 if sequence_parallel else POSITIONS
+    y = layer((torch.ones(1, positions, HIDDEN, requires_grad=True), None))[0]
+    forward = dict(counts)
+    counts.clear()
+    y.sum().backward()
+    return forward, counts
+
+
+def test_a_layer_exchanges_what_the_guide_says() -> None:
+    states = POSITIONS * HIDDEN
+    for forward, backward in check_ranks(exchanged, "2", False):
+        assert forward == backward == {"sum": 2 * states}
+    of_parameters = 6 * HIDDEN  # two norms, and the biases of two linear layers
+    for forward, backward in check_ranks(exchanged, "2", True):
+        assert forward == {"all_gather": 2 * states, "reduce_scatter": 2 * states}
+        assert backward == {
+            "all_gather": 4 * states,
+            "reduce_scatter": 2 * states,
+            "sum": of_parameters,
+        }
+
+
+# --- generation, misuse ---------------------------------------------------------------------------
 
 
 class Writer(nn.Module):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smddp.modelparallel.tensor.exchange import Exchange, SequenceExchange
+from smddp.modelparallel.tensor.exchange import Exchange
 from smddp.modelparallel.tensor.gathered import linear
 from smddp.modelparallel.tensor.module import DistributedModule, Division
 from smddp.modelparallel.tensor.transformer.options import at_least_fp32, check_divides
@@ -108,13 +108,8 @@ class Contracting(DistributedModule):
         `SequenceExchange` [B, S, in_features / T] -> [B, S / T, out_features].
         """
         y = self.exchange.reduce(F.linear(x, self.weight))
-        if self.bias is None:
-            return y
-        # The bias is whole on each rank, and is added to its own examples once.
-        bias: Tensor = self.bias
-        if isinstance(self.exchange, SequenceExchange):
-            (bias,) = self.exchange.replicas(bias)
-        return y + bias
+        # The bias is whole on each rank, and is added to its own states once.
+        return y if self.bias is None else y + self.exchange.replicas(self.bias)[0]
 
 
 class Vocabulary(DistributedModule):
