@@ -39,6 +39,8 @@ def generate(
     Each token is a step without gradients, in which the model reads all of the text again: there is
     no cache of keys and values. All ranks of smp.MP_GROUP have to call it. With tensor parallelism
     each of them may have prompts of its own, of one shape; they go on until all texts have ended.
+    With sequence_parallel the model reads texts with some tokens more, so that the number of ranks
+    divides their length.
 
     Args:
         model: a smp.DistributedModel that takes `input_ids`, and returns logits [B, S, V] or an
