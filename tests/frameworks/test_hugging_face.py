@@ -24,6 +24,7 @@ import smddp.modelparallel as smp
 from smddp.modelparallel.tensor.huggingface import gpt2
 from smddp.modelparallel.tensor.huggingface.architectures import ARCHITECTURES, find
 from smddp.modelparallel.tensor.huggingface.hooks import Hooks
+from smddp.modelparallel.tensor.module import sequence_multiple
 from smddp_smp.errors import SMPUsageError
 
 transformers = pytest.importorskip("transformers", reason="run `make test-frameworks`")
@@ -327,7 +328,8 @@ def writes(configs: list[dict[str, Any]]) -> None:
     for config in configs:
         smp.init({"ddp": True, "microbatches": 2, "_match_weights": True, **config})
         _, model = make("gpt2")
-        own = smp.dp_rank()  # each rank has its own prompts
+        # Each rank has its own prompts, unless the batch is the same.
+        own = smp.rdp_rank() if "prescaled_batch" in config else smp.dp_rank()
         ids = torch.randint(5, 60, (4, 3), generator=torch.Generator().manual_seed(own))
         mask = torch.ones_like(ids)
         mask[0, :2] = 0
@@ -339,8 +341,9 @@ def writes(configs: list[dict[str, Any]]) -> None:
         end = int(wanted[1][0, 4])
         wanted.append(model.generate(ids, attention_mask=mask, **GREEDY, eos_token_id=end))
         if smp.tp_size() > 1:
-            smp.set_tensor_parallelism(model)
+            smp.set_tensor_parallelism(model, sequence_parallel=True)  # if the batch is the same
         model = smp.DistributedModel(model)
+        assert sequence_multiple(model) == (2 if "prescaled_batch" in config else 1)
         found = [
             smp.generate(model, ids, NEW),
             smp.generate(model, ids, NEW, mask),
@@ -362,4 +365,6 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "pad_token_
 
 
 def test_generate_writes_what_transformers_writes() -> None:
-    check_ranks(writes, "2", [{"partitions": 2}, {"tensor_parallel_degree": 2}], timeout=300)
+    tensor = {"tensor_parallel_degree": 2}
+    configs = [{"partitions": 2}, tensor, {**tensor, "prescaled_batch": True}]
+    check_ranks(writes, "2", configs, timeout=300)

@@ -6,21 +6,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from smddp.modelparallel.api.step import step
 from smddp.modelparallel.job.state import state
+from smddp.modelparallel.tensor.module import sequence_multiple
 from smddp_smp.errors import SMPUsageError
 
 __all__ = ["generate"]
 
 
 @step
-def _next_logits(model: Any, arguments: dict[str, Tensor]) -> Tensor:
-    """Returns the logits [B, V] of the token after the last one."""
+def _next_logits(model: Any, arguments: dict[str, Tensor], last: int) -> Tensor:
+    """Returns the logits [B, V] of the token after the one at position `last`."""
     result = model(**arguments)
     logits: Tensor = getattr(result, "logits", result)
-    return logits[:, -1]
+    return logits[:, last]
 
 
 @torch.no_grad()
@@ -37,6 +39,8 @@ def generate(
     Each token is a step without gradients, in which the model reads all of the text again: there is
     no cache of keys and values. All ranks of smp.MP_GROUP have to call it. With tensor parallelism
     each of them may have prompts of its own, of one shape; they go on until all texts have ended.
+    With sequence_parallel the model reads texts with some tokens more, so that the number of ranks
+    divides their length.
 
     Args:
         model: a smp.DistributedModel that takes `input_ids`, and returns logits [B, S, V] or an
@@ -71,6 +75,7 @@ def generate(
         raise SMPUsageError("smp.generate: padding has to come first, but a text ends with it")
     pad = eos_token_id if pad_token_id is None else pad_token_id
     ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    multiple = sequence_multiple(model)
     training = model.training
     model.eval()
     try:
@@ -79,7 +84,10 @@ def generate(
             if attention_mask is not None:
                 arguments["attention_mask"] = attention_mask
                 arguments["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-            token = _next_logits(model, arguments).concat().argmax(-1).to(input_ids)
+            # No token sees those that come after it.
+            length = input_ids.shape[1]
+            padded = {key: F.pad(x, (0, -length % multiple)) for key, x in arguments.items()}
+            token = _next_logits(model, padded, length - 1).concat().argmax(-1).to(input_ids)
             if eos_token_id is not None:
                 token = token.masked_fill(ended, pad)
                 ended = ended | (token == eos_token_id)

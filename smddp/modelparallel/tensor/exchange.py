@@ -18,8 +18,18 @@ its part of the parameters. So activations change between two forms:
 The gradient of a divided parameter is that of the sum of all ranks' losses. With a prescaled batch
 all ranks compute the same loss; it is counted once.
 
+With a prescaled batch the hidden states of a transformer may be divided, too, between its divided
+layers (`SequenceExchange`). There "own" is a part of each sequence, [B, S / T, ...], and "all" is
+[B, S, ...], as the other modules of a model have it. Two more methods go from one to the other:
+
+| method | before | after | gradient |
+| --- | --- | --- | --- |
+| `shorten` | all, the same on each rank | own | all, the same on each rank |
+| `lengthen` | own | all, the same on each rank | own |
+
 Compare the operators f and g of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3), for one
-batch, and section 4.2 of https://arxiv.org/abs/2111.05972 for a batch per rank.
+batch, and section 4.2 of https://arxiv.org/abs/2111.05972 for a batch per rank. For parts of
+sequences see section 4.2.2 of https://arxiv.org/abs/2205.05198.
 """
 
 from __future__ import annotations
@@ -32,8 +42,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smddp.modelparallel.job.collectives import Collectives
+from smddp.modelparallel.tensor.gathered import note_source
+from smddp_smp.errors import SMPUsageError
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "SequenceExchange"]
 
 
 class Exchange:
@@ -86,6 +98,10 @@ class Exchange:
     def sum(self, x: Tensor) -> Tensor:
         """Sums terms over ranks, on all of them; every rank uses the sum for the same examples."""
         return self._apply(x, self._all_reduce, _same)
+
+    def replicas(self, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """Returns parameters that are whole, for own states: as they are."""
+        return parameters
 
     def maximum(self, x: Tensor) -> Tensor:
         """Returns the largest value of each element over ranks, without a gradient."""
@@ -142,6 +158,78 @@ class Exchange:
         result = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._make("all_to_all", result, x)
         return result
+
+
+class SequenceExchange(Exchange):
+    """Exchanges hidden states of which each rank has an equal part of every sequence.
+
+    All ranks have the same batch. Rank i has the i-th part of the positions, in dimension 1.
+    Features are not divided, so there is no `divide` and no `unite`.
+
+    Args:
+        collectives: see `Exchange`.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        super().__init__(collectives, prescaled=True)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns whole sequences, [B, S / T, ...] -> [B, S, ...], for divided parameters.
+
+        `gathered.linear` keeps x in place of the result for the backward pass.
+        """
+        return note_source(self._apply(x, self.whole, self._sum_of_part), x, self.whole)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Sums over ranks, and returns this rank's part, [B, S, ...] -> [B, S / T, ...]."""
+        return self._apply(x, self._sum_of_part, self.whole)
+
+    def shorten(self, hidden: Tensor) -> Tensor:
+        """Returns this rank's part, [B, S, ...] -> [B, S / T, ...].
+
+        Raises:
+            SMPUsageError: the number of ranks does not divide S. As all ranks have the same batch,
+                all of them raise.
+        """
+        if hidden.shape[1] % self.size:
+            raise SMPUsageError(
+                f"sequence_parallel=True: a sequence of {hidden.shape[1]} positions cannot be "
+                f"divided over {self.size} tensor-parallel ranks; pad it to a multiple of "
+                f"{self.size}"
+            )
+        return self._apply(hidden, self.part, self.whole)
+
+    def lengthen(self, hidden: Tensor) -> Tensor:
+        """Returns whole sequences, [B, S / T, ...] -> [B, S, ...], for parameters that are whole.
+
+        Every rank goes on with all of them, in the same way.
+        """
+        return self._apply(hidden, self.whole, self.part)
+
+    def replicas(self, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """Returns parameters that are whole, and are used on this rank's part of sequences.
+
+        Their gradients are summed over ranks, in one call: each rank gets those of whole sequences,
+        as of other parameters that are whole.
+
+        Args:
+            parameters: of one shape and dtype.
+        """
+        return self._apply(torch.stack(parameters), _same, self._all_reduce).unbind()
+
+    # Values, without gradients.
+
+    def part(self, x: Tensor) -> Tensor:
+        """Returns a copy of this rank's part of whole sequences."""
+        return x.chunk(self.size, 1)[self.rank].clone(memory_format=torch.contiguous_format)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Returns whole sequences."""
+        return self._all_gather(x.unsqueeze(0)).movedim(0, 1).flatten(1, 2)  # from [T, B, S / T]
+
+    def _sum_of_part(self, x: Tensor) -> Tensor:
+        parts = torch.stack(x.chunk(self.size, 1))  # [T, B, S / T, ...]
+        return self._reduce_scatter(parts).squeeze(0)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -11,10 +11,17 @@ from torch import Tensor, nn
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.pipeline.randomness import draw_seed, mix, seeded
 from smddp.modelparallel.tensor.division import Division, mark
-from smddp.modelparallel.tensor.exchange import Exchange
+from smddp.modelparallel.tensor.exchange import Exchange, SequenceExchange
 from smddp_smp.errors import SMPUsageError
 
-__all__ = ["DistributedModule", "Division", "divisions_of", "is_divided", "mark_divided"]
+__all__ = [
+    "DistributedModule",
+    "Division",
+    "divisions_of",
+    "is_divided",
+    "mark_divided",
+    "sequence_multiple",
+]
 
 
 class DistributedModule(nn.Module):
@@ -159,6 +166,12 @@ def is_divided(root: nn.Module) -> bool:
         isinstance(module, DistributedModule) and module.exchange.size > 1
         for module in root.modules()
     )
+
+
+def sequence_multiple(root: nn.Module) -> int:
+    """Returns what has to divide the length of sequences: 1 unless a model divides these."""
+    exchanges = (m.exchange for m in root.modules() if isinstance(m, DistributedModule))
+    return max((x.size for x in exchanges if isinstance(x, SequenceExchange)), default=1)
 
 
 def mark_divided(root: nn.Module) -> None:

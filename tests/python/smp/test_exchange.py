@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smddp.modelparallel.job.collectives import Collectives
-from smddp.modelparallel.tensor.exchange import Exchange
+from smddp.modelparallel.tensor.exchange import Exchange, SequenceExchange
 
 pytestmark = pytest.mark.multiprocess
 METHODS = ["gather", "reduce", "divide", "unite"]
@@ -105,3 +105,68 @@ def test_values_and_gradients(size: int) -> None:
                 if prescaled and method in ("gather", "divide"):
                     grad = grad * size  # the gradient of the one tensor that all have
                 torch.testing.assert_close(gradient, grad, msg=f"{method} {prescaled} {rank}")
+
+
+# Before `shorten` and `replicas` all ranks have the same tensor. What `lengthen` returns is used
+# alike on all ranks.
+OF_SEQUENCES = ["gather", "reduce", "shorten", "lengthen", "replicas"]
+
+
+def sequences(method: str, size: int) -> list[Tensor]:
+    """Returns the argument of each rank, of which the second dimension is that of positions."""
+    source = torch.Generator().manual_seed(1)
+    shape = (B, 2 if method in ("gather", "lengthen") else 2 * size, H)
+    first, *others = (
+        torch.randn(shape, generator=source, dtype=torch.float64).requires_grad_()
+        for _ in range(size)
+    )
+    return [first] * size if method in ("shorten", "replicas") else [first, *others]
+
+
+def expected_of_sequences(method: str, xs: list[Tensor]) -> list[Tensor]:
+    """Computes every rank's result in one process."""
+    size = len(xs)
+    return {
+        "gather": lambda: [torch.cat(xs, 1)] * size,
+        "reduce": lambda: list(sum(xs[1:], xs[0]).chunk(size, 1)),
+        "shorten": lambda: list(xs[0].chunk(size, 1)),
+        "lengthen": lambda: [torch.cat(xs, 1)] * size,
+        "replicas": lambda: xs,
+    }[method]()
+
+
+def exchanged_sequences() -> Any:
+    dist.init_process_group("smddp")
+    world = dist.group.WORLD
+    assert world is not None
+    exchange = SequenceExchange(Collectives(world))
+    results = {}
+    for method in OF_SEQUENCES:
+        x = sequences(method, exchange.size)[exchange.rank].detach().to(device()).requires_grad_()
+
+        def result_of(x: Tensor, method: str = method) -> Tensor:
+            found = getattr(exchange, method)(x)
+            return found[0] if method == "replicas" else found
+
+        result = result_of(x)
+        scale = weights(result.shape, 0 if method == "lengthen" else exchange.rank).to(device())
+        (result * scale).sum().backward()
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert result_of(mode.from_tensor(x)).shape == result.shape
+        results[method] = result.detach().cpu(), x.grad.cpu()
+    dist.destroy_process_group()
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_values_and_gradients_of_parts_of_sequences(size: int) -> None:
+    ranks = check_ranks(exchanged_sequences, str(size))
+    for method in OF_SEQUENCES:
+        xs = sequences(method, size)
+        results = expected_of_sequences(method, xs)
+        losses = [(y * weights(y.shape, r)).sum() for r, y in enumerate(results)]
+        sum(losses[:1] if method == "lengthen" else losses).backward()  # type: ignore[union-attr]
+        for rank, found in enumerate(ranks):
+            value, gradient = found[method]
+            torch.testing.assert_close(value, results[rank].detach())
+            torch.testing.assert_close(gradient, xs[rank].grad, msg=f"{method} {rank}")

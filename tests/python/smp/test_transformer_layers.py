@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import smddp.modelparallel as smp
 from smddp.modelparallel.job.collectives import Collectives
-from smddp.modelparallel.tensor.exchange import Exchange
+from smddp.modelparallel.tensor.exchange import Exchange, SequenceExchange
 from smddp.modelparallel.tensor.module import Division, divisions_of
 from smddp.modelparallel.tensor.transformer.attention import DistributedAttentionLayer
 from smddp.modelparallel.tensor.transformer.feed_forward import DistributedTransformerOutputLayer
@@ -33,7 +33,7 @@ from smddp.modelparallel.tensor.transformer.norm import FusedLayerNorm
 from smddp_smp.errors import SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
-S, S2, H, V = 5, 3, 12, 16
+S, S2, H, V = 8, 3, 12, 16  # four ranks can divide S
 Case = dict[str, Any]
 
 NORMS = [(True, False), (False, True), (True, True)]
@@ -41,6 +41,7 @@ NORMS = [(True, False), (False, True), (True, True)]
 OF_ATTENTION: dict[str, list[Any]] = {
     "norms": NORMS,
     "prescaled": [False, True],
+    "sequence_parallel": [False, True],
     "mask": [None, "rows", "matrix"],
     "layer_idx": [0, 2],
     "scale_attn_weights": [True, False],
@@ -60,6 +61,7 @@ OF_SELF_ATTENTION = ["causal_mask_size", "window_size", "use_alibi", "alibi_bias
 OF_OUTPUT: dict[str, list[Any]] = {
     "norms": NORMS,
     "prescaled": [False, True],
+    "sequence_parallel": [False, True],
     "activation": ["gelu", "gelu_new", "relu"],
     "fp32_residual_addition": [False, True],
     "initializer": [(False, False), (True, False)],
@@ -67,6 +69,7 @@ OF_OUTPUT: dict[str, list[Any]] = {
 OF_LAYER: dict[str, list[Any]] = {
     "norms": NORMS,
     "prescaled": [False, True],
+    "sequence_parallel": [False, True],
     "mask": [None, "rows"],
     **OF_POSITIONS,
     "fp32_residual_addition": [False, True],
@@ -77,6 +80,7 @@ OF_LAYER: dict[str, list[Any]] = {
 OF_TRANSFORMER: dict[str, list[Any]] = {
     "norms": NORMS,
     "prescaled": [False, True],
+    "sequence_parallel": [False, True],
     "causal": [(None, None), (8, None), (8, 2)],
     "scale_attn_by_inverse_layer_idx": [False, True],
     "cross": [False, True],
@@ -85,6 +89,7 @@ OF_TRANSFORMER: dict[str, list[Any]] = {
 OF_LM_HEAD: dict[str, list[Any]] = {
     "norms": NORMS,
     "prescaled": [False, True],
+    "sequence_parallel": [False, True],
     "mask": [None, "tokens"],
     "causal": [(None, None), (8, None), (8, 2)],
     "positions": [{}, {"use_alibi": True}, "rotary"],
@@ -131,6 +136,11 @@ def covering(options: dict[str, list[Any]], seed: int = 1) -> list[Case]:
     return [{name: options[name][row[i]] for i, name in enumerate(names)} for row in rows]
 
 
+def divides_sequences(case: Case) -> bool:
+    """Says whether a module is to be made with sequence_parallel, as for one batch of all ranks."""
+    return bool(case["sequence_parallel"] and case["prescaled"])
+
+
 def arguments(case: Case, names: list[str]) -> Case:
     """Returns the constructor arguments that a case stands for; those of names as they are."""
     size = case.get("size", 4)
@@ -145,6 +155,7 @@ def arguments(case: Case, names: list[str]) -> Case:
         "causal_mask_size": causal,
         "window_size": window,
         **{name: case[name] for name in names if name in case},
+        "sequence_parallel": divides_sequences(case),
     }
     if "bias" in case:
         result["query_key_value_bias"], result["dense_bias"] = case["bias"]
@@ -195,7 +206,7 @@ class Check:
     def load(self, module: nn.Module, model: nn.Module) -> None:
         """Gives the divided module the weights of the reference."""
         for one in module.modules():
-            if hasattr(one, "exchange"):
+            if not isinstance(getattr(one, "exchange", None), (SequenceExchange, type(None))):
                 one.exchange = self.exchange
         state = dict(model.named_parameters())
         own, divisions = dict(module.named_parameters()), divisions_of(module)
@@ -354,6 +365,7 @@ def output_case(case: Case) -> None:
         fp32_residual_addition=case["fp32_residual_addition"],
         use_normal_initialization=case["initializer"][0],
         zero_init=case["initializer"][1],
+        sequence_parallel=divides_sequences(case),
         **options,
     )
     check.run(module, reference.Output(**options), (numbers(check.batch, S, H, seed=1),))
@@ -442,7 +454,8 @@ CASES = {
 
 def begin() -> None:
     torch.manual_seed(0)
-    smp.init({"ddp": True, "tensor_parallel_degree": int(os.environ["WORLD_SIZE"])})
+    degree = int(os.environ["WORLD_SIZE"])
+    smp.init({"ddp": True, "tensor_parallel_degree": degree, "prescaled_batch": True})
 
 
 def check_cases(kind: str) -> int:
@@ -506,6 +519,10 @@ MISUSE: dict[str, tuple[Any, str]] = {
     "causal": (
         lambda: small(causal_mask_size=3)((torch.zeros(1, 4).long(), *[None] * 4)),
         "more than causal_mask_size=3",
+    ),
+    "sequence": (
+        lambda: small(sequence_parallel=True)((torch.zeros(1, 3).long(), *[None] * 4)),
+        "a sequence of 3 positions cannot be divided over 2 .*; pad it to a multiple of 2",
     ),
     "head size": (FlashAttentionLayer, "needs attention_head_size"),
     "layer": (

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from smddp.modelparallel.tensor.module import DistributedModule
 from smddp.modelparallel.tensor.transformer.divided import (
     Contracting,
     Expanding,
@@ -18,7 +17,6 @@ from smddp.modelparallel.tensor.transformer.divided import (
 )
 from smddp.modelparallel.tensor.transformer.feed_forward import add_residual
 from smddp.modelparallel.tensor.transformer.flash import alibi, visible
-from smddp.modelparallel.tensor.transformer.norm import FusedLayerNorm
 from smddp.modelparallel.tensor.transformer.options import (
     MASKED,
     at_least_fp32,
@@ -26,6 +24,7 @@ from smddp.modelparallel.tensor.transformer.options import (
     check_norms,
     unpack,
 )
+from smddp.modelparallel.tensor.transformer.sequence import HiddenStatesModule
 from smddp_smp.errors import SMPUsageError
 
 __all__ = ["DistributedAttentionLayer"]
@@ -33,7 +32,7 @@ __all__ = ["DistributedAttentionLayer"]
 _OWNER = "DistributedAttentionLayer"
 
 
-class DistributedAttentionLayer(DistributedModule):
+class DistributedAttentionLayer(HiddenStatesModule):
     """Self-attention or cross-attention, with norm, dropout and residual.
 
     Each rank computes some of the heads, for the examples of all ranks.
@@ -73,6 +72,8 @@ class DistributedAttentionLayer(DistributedModule):
         fused_softmax: accepted.
         fused_dropout: accepted.
         zero_init: see `DistributedTransformerOutputLayer`.
+        sequence_parallel: with a prescaled batch, give each rank a part of the sequence for norm,
+            dropout and residual? Input and result are whole. See the guide, "Sequence parallelism".
 
     Raises:
         SMPUsageError: an argument is wrong.
@@ -109,9 +110,10 @@ class DistributedAttentionLayer(DistributedModule):
         fused_softmax: bool = True,
         fused_dropout: bool = False,
         zero_init: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         check_norms(_OWNER, pre_layernorm, post_layernorm)
-        super().__init__()
+        super().__init__(sequence_parallel)
         check_divides(_OWNER, "num_attention_heads", num_attention_heads, self.exchange.size)
         if cross_attention and (causal_mask_size is not None or use_alibi or rotary_dim):
             raise SMPUsageError(
@@ -153,13 +155,11 @@ class DistributedAttentionLayer(DistributedModule):
         self.query = Expanding(_OWNER, hidden_size, features, query_key_value_bias, fill)
         self.key = Expanding(_OWNER, hidden_size, features, query_key_value_bias, fill)
         self.value = Expanding(_OWNER, hidden_size, features, query_key_value_bias, fill)
-        self.dense = Contracting(_OWNER, features, hidden_size, dense_bias, fill)
+        self.dense = Contracting(_OWNER, features, hidden_size, dense_bias, fill, self.sequence)
         self.attention_dropout_prob = attention_dropout_prob
-        self.dropout = nn.Dropout(hidden_dropout_prob)
-        self.pre_layernorm = (
-            FusedLayerNorm(hidden_size, layernorm_epsilon) if pre_layernorm else None
-        )
-        self.layernorm = FusedLayerNorm(hidden_size, layernorm_epsilon) if post_layernorm else None
+        self.dropout = self.new_dropout(hidden_dropout_prob)
+        self.pre_layernorm = self.new_norm(pre_layernorm, hidden_size, layernorm_epsilon)
+        self.layernorm = self.new_norm(post_layernorm, hidden_size, layernorm_epsilon)
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> Tensor:
         """Attends.
@@ -188,10 +188,11 @@ class DistributedAttentionLayer(DistributedModule):
                 unpack(_OWNER, inputs, ("hidden_states", "attention_mask")),
                 None,
             )
-        everything = self.exchange.gather(self.normalized(hidden))
+        hidden = self.shortened(hidden)
+        everything = self.sequence.gather(self.normalized(hidden))
         y = self.attended(everything, everything if states is None else states, mask)
         y = add_residual(hidden, y, self.fp32_residual_addition)
-        return y if self.layernorm is None else self.layernorm(y)
+        return self.lengthened(y if self.layernorm is None else self.layernorm(y))
 
     def normalized(self, hidden: Tensor) -> Tensor:
         """Returns what queries are made of."""

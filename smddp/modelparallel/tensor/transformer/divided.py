@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smddp.modelparallel.tensor.exchange import Exchange
+from smddp.modelparallel.tensor.gathered import linear
 from smddp.modelparallel.tensor.module import DistributedModule, Division
 from smddp.modelparallel.tensor.transformer.options import at_least_fp32, check_divides
 
@@ -67,7 +69,7 @@ class Expanding(DistributedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps [..., in_features] to [..., out_features / T]."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class Contracting(DistributedModule):
@@ -79,15 +81,22 @@ class Contracting(DistributedModule):
         out_features: of the output.
         bias: add one?
         fill: sets the weights.
+        exchange: of the output.
 
     Raises:
         SMPUsageError: ranks cannot have equal parts of in_features.
     """
 
     def __init__(
-        self, owner: str, in_features: int, out_features: int, bias: bool, fill: Initializer
+        self,
+        owner: str,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        fill: Initializer,
+        exchange: Exchange,
     ) -> None:
-        super().__init__()
+        super().__init__(exchange)
         check_divides(owner, "input features", in_features, self.exchange.size)
         self.weight = self.new_parameter("weight", (out_features, in_features), fill, Division(1))
         self.bias = self.new_parameter("bias", (out_features,), Tensor.zero_) if bias else None
@@ -95,11 +104,12 @@ class Contracting(DistributedModule):
     def forward(self, x: Tensor) -> Tensor:
         """Maps all examples with a part of the features to this rank's examples, with the bias.
 
-        [T * B, ..., in_features / T] -> [B, ..., out_features]; [B, ...] if prescaled.
+        [T * B, ..., in_features / T] -> [B, ..., out_features]; [B, ...] if prescaled; with a
+        `SequenceExchange` [B, S, in_features / T] -> [B, S / T, out_features].
         """
         y = self.exchange.reduce(F.linear(x, self.weight))
-        # The bias is whole on each rank, and is added to its own examples once.
-        return y if self.bias is None else y + self.bias
+        # The bias is whole on each rank, and is added to its own states once.
+        return y if self.bias is None else y + self.exchange.replicas(self.bias)[0]
 
 
 class Vocabulary(DistributedModule):
@@ -133,9 +143,9 @@ class Vocabulary(DistributedModule):
         local, mine = self._local(ids)
         return self.exchange.reduce(F.embedding(local, self.weight) * mine.unsqueeze(-1))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits of all examples for this rank's tokens, [T * B, S, V / T]."""
-        return F.linear(self.exchange.gather(hidden), self.weight, self.bias)
+    def logits(self, everything: Tensor) -> Tensor:
+        """Maps states of all examples to logits for this rank's tokens, [T * B, S, V / T]."""
+        return linear(everything, self.weight, self.bias)
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Returns the mean loss of this rank's examples.

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from smddp.modelparallel.tensor.module import DistributedModule
 from smddp.modelparallel.tensor.transformer.divided import (
     Contracting,
     Expanding,
     initializer,
 )
-from smddp.modelparallel.tensor.transformer.norm import FusedLayerNorm
 from smddp.modelparallel.tensor.transformer.options import (
     activation_function,
     at_least_fp32,
     check_norms,
 )
+from smddp.modelparallel.tensor.transformer.sequence import HiddenStatesModule
 
 __all__ = ["DistributedTransformerOutputLayer", "FeedForward", "add_residual"]
 
@@ -25,7 +24,7 @@ def add_residual(residual: Tensor, x: Tensor, in_fp32: bool) -> Tensor:
     return at_least_fp32(residual) + at_least_fp32(x) if in_fp32 else residual + x
 
 
-class FeedForward(DistributedModule):
+class FeedForward(HiddenStatesModule):
     """dense2(activation(dense1(x))) and dropout, without norm and residual.
 
     Args: see `DistributedTransformerOutputLayer`.
@@ -40,17 +39,18 @@ class FeedForward(DistributedModule):
         initializer_range: float = 0.02,
         use_normal_initialization: bool = False,
         zero_init: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(sequence_parallel)
         owner = "DistributedTransformerOutputLayer with intermediate_size"
         fill = initializer(initializer_range, use_normal_initialization, zero_init)
         self.activation = activation_function(activation)
         self.dense1 = Expanding(owner, hidden_size, intermediate_size, True, fill)
-        self.dense2 = Contracting(owner, intermediate_size, hidden_size, True, fill)
-        self.dropout = nn.Dropout(hidden_dropout_prob)
+        self.dense2 = Contracting(owner, intermediate_size, hidden_size, True, fill, self.sequence)
+        self.dropout = self.new_dropout(hidden_dropout_prob)
 
     def transformed(self, everything: Tensor) -> Tensor:
-        """Maps all examples [T * B, S, H] to this rank's [B, S, H]."""
+        """Maps all examples [T * B, S, H] to this rank's [B, S, H], or part of the sequence."""
         x: Tensor = self.dense2(self.activation(self.dense1(everything)))
         result: Tensor = self.dropout(x)
         return result
@@ -77,6 +77,7 @@ class DistributedTransformerOutputLayer(FeedForward):
         fused_bias_gelu: accepted.
         fused_dropout: accepted.
         zero_init: make weights of 0, which cost no time, because others are loaded later?
+        sequence_parallel: see `DistributedAttentionLayer`.
 
     Raises:
         SMPUsageError: an argument is wrong.
@@ -97,6 +98,7 @@ class DistributedTransformerOutputLayer(FeedForward):
         fused_bias_gelu: bool = False,
         fused_dropout: bool = False,
         zero_init: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         check_norms("DistributedTransformerOutputLayer", pre_layernorm, post_layernorm)
         super().__init__(
@@ -107,16 +109,16 @@ class DistributedTransformerOutputLayer(FeedForward):
             initializer_range,
             use_normal_initialization,
             zero_init,
+            sequence_parallel,
         )
         self.fp32_residual_addition = fp32_residual_addition
-        self.pre_layernorm = (
-            FusedLayerNorm(hidden_size, layernorm_epsilon) if pre_layernorm else None
-        )
-        self.layernorm = FusedLayerNorm(hidden_size, layernorm_epsilon) if post_layernorm else None
+        self.pre_layernorm = self.new_norm(pre_layernorm, hidden_size, layernorm_epsilon)
+        self.layernorm = self.new_norm(post_layernorm, hidden_size, layernorm_epsilon)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Maps this rank's [B, S, H] to [B, S, H]."""
-        x = hidden_states if self.pre_layernorm is None else self.pre_layernorm(hidden_states)
-        y = self.transformed(self.exchange.gather(x))
-        y = add_residual(hidden_states, y, self.fp32_residual_addition)
-        return y if self.layernorm is None else self.layernorm(y)
+        hidden = self.shortened(hidden_states)
+        x = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        y = self.transformed(self.sequence.gather(x))
+        y = add_residual(hidden, y, self.fp32_residual_addition)
+        return self.lengthened(y if self.layernorm is None else self.layernorm(y))

@@ -7,15 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from smddp.modelparallel.tensor.module import DistributedModule
 from smddp.modelparallel.tensor.transformer.attention import DistributedAttentionLayer
 from smddp.modelparallel.tensor.transformer.feed_forward import (
     DistributedTransformerOutputLayer,
     FeedForward,
     add_residual,
 )
-from smddp.modelparallel.tensor.transformer.norm import FusedLayerNorm
 from smddp.modelparallel.tensor.transformer.options import arguments_of, check_norms, unpack
+from smddp.modelparallel.tensor.transformer.sequence import HiddenStatesModule
 from smddp_smp.errors import SMPUsageError
 
 __all__ = ["DistributedTransformer", "DistributedTransformerLayer"]
@@ -24,7 +23,7 @@ _SELF = ("hidden_states", "attention_mask")
 _CROSS = ("hidden_states", "cross_states", "attention_mask", "cross_mask")
 
 
-class DistributedTransformerLayer(DistributedModule):
+class DistributedTransformerLayer(HiddenStatesModule):
     """Attention, cross-attention if there is one, and the feed-forward part.
 
     Args:
@@ -45,6 +44,7 @@ class DistributedTransformerLayer(DistributedModule):
         parallel_attn_output: let attention and feed-forward part read the same normalized input,
             and add both to the residual, as in GPT-J? Needs pre_layernorm alone.
         use_alibi: see `DistributedAttentionLayer`; not for the cross-attention.
+        sequence_parallel: see `DistributedAttentionLayer`.
 
     Raises:
         SMPUsageError: an argument is wrong.
@@ -85,6 +85,7 @@ class DistributedTransformerLayer(DistributedModule):
         fused_bias_gelu: bool = False,
         fused_dropout: bool = False,
         zero_init: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         given = dict(locals())
         owner = "DistributedTransformerLayer"
@@ -95,17 +96,19 @@ class DistributedTransformerLayer(DistributedModule):
                 f"{owner}: parallel_attn_output needs pre_layernorm=True, post_layernorm=False and "
                 "add_cross_attention=False"
             )
-        super().__init__()
-        self.attention = DistributedAttentionLayer(**arguments_of(DistributedAttentionLayer, given))
+        super().__init__(sequence_parallel)
+        self.attention = self.inside(
+            DistributedAttentionLayer(**arguments_of(DistributedAttentionLayer, given))
+        )
         self.cross_attention: DistributedAttentionLayer | None = None
         if add_cross_attention:
             of_self = dict.fromkeys(("causal_mask_size", "rotary_dim", "window_size"))
             changed = {**given, **of_self, "use_alibi": False, "cross_attention": True}
-            self.cross_attention = DistributedAttentionLayer(
-                **arguments_of(DistributedAttentionLayer, changed)
+            self.cross_attention = self.inside(
+                DistributedAttentionLayer(**arguments_of(DistributedAttentionLayer, changed))
             )
         kind = FeedForward if parallel_attn_output else DistributedTransformerOutputLayer
-        self.output = kind(**arguments_of(kind, given))
+        self.output = self.inside(kind(**arguments_of(kind, given)))
         self.parallel_attn_output = parallel_attn_output
         self.fp32_residual_addition = fp32_residual_addition
 
@@ -130,21 +133,22 @@ class DistributedTransformerLayer(DistributedModule):
         else:
             hidden, *others = unpack("DistributedTransformerLayer", inputs, _CROSS)
             states, mask, cross_mask = others
+        hidden = self.shortened(hidden)
         if self.parallel_attn_output:
-            return (self._parallel(hidden, mask), *others)
+            return (self.lengthened(self._parallel(hidden, mask)), *others)
         hidden = self.attention((hidden, mask))
         if self.cross_attention is not None and states is not None:
             hidden = self.cross_attention((hidden, states, cross_mask))
-        return (self.output(hidden), *others)
+        return (self.lengthened(self.output(hidden)), *others)
 
     def _parallel(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        everything = self.exchange.gather(self.attention.normalized(hidden))
+        everything = self.sequence.gather(self.attention.normalized(hidden))
         y = self.attention.attended(everything, everything, mask)
         y = y + self.output.transformed(everything)
         return add_residual(hidden, y, self.fp32_residual_addition)
 
 
-class DistributedTransformer(DistributedModule):
+class DistributedTransformer(HiddenStatesModule):
     """A stack of transformer layers.
 
     With pre_layernorm and post_layernorm both, the input of the first layer and the output of the
@@ -198,6 +202,7 @@ class DistributedTransformer(DistributedModule):
         fused_bias_gelu: bool = False,
         fused_dropout: bool = False,
         zero_init: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         given = arguments_of(DistributedTransformerLayer, dict(locals()))
         owner = "DistributedTransformer"
@@ -207,25 +212,28 @@ class DistributedTransformer(DistributedModule):
             raise SMPUsageError(
                 f"{owner}: window_size has {len(windows)} entries for num_layers={num_layers}"
             )
-        super().__init__()
+        super().__init__(sequence_parallel)
         self.seq_layers = nn.Sequential(
             *[
-                DistributedTransformerLayer(**{**given, "layer_idx": i, "window_size": window})
+                self.inside(
+                    DistributedTransformerLayer(**{**given, "layer_idx": i, "window_size": window})
+                )
                 for i, window in enumerate(windows)
             ]
         )
         both = pre_layernorm and post_layernorm
         self.add_cross_attention = add_cross_attention
-        self.input_layernorm = FusedLayerNorm(hidden_size, layernorm_epsilon) if both else None
-        self.output_layernorm = FusedLayerNorm(hidden_size, layernorm_epsilon) if both else None
+        self.input_layernorm = self.new_norm(both, hidden_size, layernorm_epsilon)
+        self.output_layernorm = self.new_norm(both, hidden_size, layernorm_epsilon)
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         """Computes all layers; takes and returns the tuple of `DistributedTransformerLayer`."""
         names = _CROSS if self.add_cross_attention else _SELF
         hidden, *others = unpack("DistributedTransformer", inputs, names)
+        hidden = self.shortened(hidden)
         if self.input_layernorm is not None:
             hidden = self.input_layernorm(hidden)
         hidden, *others = self.seq_layers((hidden, *others))
         if self.output_layernorm is not None:
             hidden = self.output_layernorm(hidden)
-        return (hidden, *others)
+        return (self.lengthened(hidden), *others)

@@ -9,14 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smddp.modelparallel.tensor.module import DistributedModule
 from smddp.modelparallel.tensor.transformer.divided import (
     IGNORED,
     Vocabulary,
     initializer,
 )
 from smddp.modelparallel.tensor.transformer.layers import DistributedTransformer
-from smddp.modelparallel.tensor.transformer.norm import FusedLayerNorm
 from smddp.modelparallel.tensor.transformer.options import (
     additive,
     arguments_of,
@@ -24,6 +22,7 @@ from smddp.modelparallel.tensor.transformer.options import (
     check_norms,
     unpack,
 )
+from smddp.modelparallel.tensor.transformer.sequence import HiddenStatesModule
 from smddp_smp.errors import SMPUsageError
 
 __all__ = ["DistributedTransformerLMHead"]
@@ -34,7 +33,7 @@ _SELF = (*_BEGIN, "labels")
 _CROSS = (*_BEGIN, "cross_states", "cross_mask", "labels")
 
 
-class DistributedTransformerLMHead(DistributedModule):
+class DistributedTransformerLMHead(HiddenStatesModule):
     """Embeddings, a transformer, and logits or a loss of a language model.
 
     With post_layernorm alone, the sum of the embeddings is normalized; with pre_layernorm alone,
@@ -104,12 +103,13 @@ class DistributedTransformerLMHead(DistributedModule):
         fused_bias_gelu: bool = False,
         fused_dropout: bool = False,
         zero_init: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         given = dict(locals())
         check_norms(_OWNER, pre_layernorm, post_layernorm)
         if lm_head_bias and tie_word_embeddings:
             raise SMPUsageError(f"{_OWNER}: lm_head_bias needs tie_word_embeddings=False")
-        super().__init__()
+        super().__init__(sequence_parallel)
         fill = initializer(initializer_range, use_normal_initialization, zero_init)
 
         def embedding(count: int) -> nn.Embedding:
@@ -137,11 +137,13 @@ class DistributedTransformerLMHead(DistributedModule):
         self.position_embedding = embedding(num_positions) if positions else None
         self.token_type_embedding = embedding(num_token_types) if num_token_types else None
         one = pre_layernorm != post_layernorm
-        self.layernorm = FusedLayerNorm(hidden_size, layernorm_epsilon) if one else None
-        self.dropout = nn.Dropout(
+        self.layernorm = self.new_norm(one, hidden_size, layernorm_epsilon)
+        self.dropout = self.new_dropout(
             hidden_dropout_prob if embedding_dropout_prob is None else embedding_dropout_prob
         )
-        self.transformer = DistributedTransformer(**arguments_of(DistributedTransformer, given))
+        self.transformer = self.inside(
+            DistributedTransformer(**arguments_of(DistributedTransformer, given))
+        )
         self.pre_layernorm, self.add_lm_head = pre_layernorm, add_lm_head
         self.add_cross_attention, self.return_logits = add_cross_attention, return_logits
         self.causal = causal_mask_size is not None
@@ -186,7 +188,7 @@ class DistributedTransformerLMHead(DistributedModule):
         if self.layernorm is not None and self.pre_layernorm:
             hidden = self.layernorm(hidden)
         if not self.add_lm_head:
-            return hidden
+            return self.lengthened(hidden)
         if labels is not None and self.causal:
             labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         return self._head(hidden, labels)
@@ -213,6 +215,7 @@ class DistributedTransformerLMHead(DistributedModule):
             hidden = hidden + self.token_type_embedding(types)
         elif types is not None:
             raise SMPUsageError(f"{_OWNER}: token_type_ids need num_token_types")
+        hidden = self.shortened(hidden)
         if self.layernorm is not None and not self.pre_layernorm:
             hidden = self.layernorm(hidden)
         result: Tensor = self.dropout(hidden)
@@ -221,6 +224,7 @@ class DistributedTransformerLMHead(DistributedModule):
     def _head(self, hidden: Tensor, labels: Tensor | None) -> Any:
         head = self.word_embedding if self.lm_head is None else self.lm_head
         if not isinstance(head, Vocabulary):
+            hidden = self.lengthened(hidden)
             logits = F.linear(hidden, head.weight, getattr(head, "bias", None))
             if labels is None:
                 return logits
@@ -228,7 +232,7 @@ class DistributedTransformerLMHead(DistributedModule):
                 at_least_fp32(logits).flatten(0, -2), labels.flatten(), ignore_index=IGNORED
             )
             return (loss, logits) if self.return_logits else loss
-        parts = head.logits(hidden)
+        parts = head.logits(self.sequence.gather(hidden))
         if labels is None:
             return self.exchange.unite(parts)
         loss = head.cross_entropy(parts, labels)

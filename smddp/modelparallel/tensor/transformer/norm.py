@@ -17,8 +17,12 @@ class FusedLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes the last dimensions, those of `normalized_shape`."""
-        if self.weight is None or self.weight.dtype == input.dtype:
-            return super().forward(input)
-        weight, dtype = self.weight.to(input.dtype), self.weight.dtype
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps).to(dtype)
+        return self.normalized(input, self.weight, self.bias)
+
+    def normalized(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Does what `forward` does, with other parameters."""
+        if weight is None or weight.dtype == input.dtype:
+            return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+        dtype, wide = weight.dtype, weight.to(input.dtype)
+        bias = None if bias is None else bias.to(input.dtype)
+        return F.layer_norm(input, self.normalized_shape, wide, bias, self.eps).to(dtype)
