@@ -755,6 +755,8 @@ class Executor:
             self._failures.append(message.header)
             self._send_end(None, [])
             self._stop()
+        elif message.header is None:
+            pass  # it has heard of a failure, which comes here from the rank that has failed
         elif peer == 0:
             header, self._reports[peer] = message.header
             self._result = StepResult(header, message.tensors)  # type: ignore[arg-type]
@@ -762,7 +764,7 @@ class Executor:
             if not self._end_sent and not isinstance(self.baton.order, Follower):
                 self._send_end(self._own_report(), [])
             self._over.set()
-        elif message.header is not None:
+        else:
             self._reports[peer] = message.header
 
     def _own_report(self) -> BufferReport:
