@@ -40,7 +40,8 @@ _SLOW_MODULES = {
     *("test_optimizer_shards", "test_original_api", "test_overlaps", "test_plan_drawing"),
     *("test_profiler", "test_random_calls", "test_random_models", "test_registration"),
     *("test_remote_buffers", "test_sharding", "test_sharding_array", "test_slurm", "test_soak"),
-    *("test_step", "test_task_order", "test_task_order_simulated", "test_topology"),
+    *("test_step", "test_task_order", "test_task_order_simulated", "test_tensor_simulated"),
+    *("test_topology",),
     *("test_torch_suite", "test_training", "test_transparency", "test_tuning", "test_types"),
     *("test_waits", "test_wire"),
 }
