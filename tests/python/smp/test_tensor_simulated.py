@@ -331,7 +331,8 @@ class Case:
         self.fault: tuple[int, int, Exception] | None = None
         if source.random() < 0.5:
             error = source.choice([ZeroDivisionError, ZeroDivisionError, StructureChangedError])
-            self.fault = source.randrange(job.size), source.randint(1, 15), error("told to fail")
+            count = source.randint(1, source.choice([5, 20, 80]))
+            self.fault = source.randrange(job.size), count, error("told to fail")
         self.failed = False
         self.outcomes: dict[int, tuple[str, bool, list[Tensor]]] = {}
         self.slices: dict[int, list[Any]] = {}
@@ -534,16 +535,17 @@ class Rank(Executor):
             try:
                 what, key, x = task.send(reply)
             except StopIteration as end:
-                result: Tensor = end.value
-                return result
-            reply = None
+                what, key, x = "end", None, end.value
             self.may_fail()
+            reply = None
             if what == "exchange":
                 reply = self._exchange(key, x)
             elif what == "backward":
                 self.reach_backward(frame)
             elif what == "call":
                 self.send(program.home[key], Kind.FORWARD, (tuple(key), self.rank), [x])
+            elif what == "end":
+                return x
             else:
                 self.wait(self.tickets[key], frame, program.goes_on(name))
                 self.slices.append((name, key))
