@@ -46,7 +46,7 @@ from smddp.modelparallel.pipeline.step import BufferReport, Schedule, StepBegin
 from smddp_smp.baton import Priority, Task, Ticket
 from smddp_smp.errors import SMPError, SMPPeerError
 from smddp_smp.failure import Redo, StructureChangedError, summary
-from smddp_smp.order import TaskName
+from smddp_smp.order import Follower, TaskName
 from smddp_smp.topology import Topology
 
 STALLED = 30.0  # seconds after which a rank has stalled
@@ -501,8 +501,7 @@ class Rank(Executor):
         self.baton.complete(self.tickets[name])
 
     def _may_begin(self, microbatch: int) -> bool:
-        assert self.replicas is not None
-        assert self.replicas.leads, "a follower has decided alone"
+        assert not isinstance(self.baton.order, Follower), "a follower has decided alone"
         active = +self.under_way
         return (
             self.case.schedule.simple
@@ -542,6 +541,9 @@ class Rank(Executor):
                 reply = self._exchange(key, x)
             elif what == "backward":
                 self.reach_backward(frame)
+            elif what == "call" and self.size == 1:  # as a module of the same rank
+                self.answers[key] = self._work(key, frame, x)
+                self.baton.complete(self.tickets[key])
             elif what == "call":
                 self.send(program.home[key], Kind.FORWARD, (tuple(key), self.rank), [x])
             elif what == "end":
