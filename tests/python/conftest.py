@@ -29,7 +29,8 @@ torch.set_num_threads(1)
 # change breaks less often than the calls, collectives and failures that the others test.
 _SLOW_MODULES = {
     *("test_activation_memory", "test_activations", "test_arguments", "test_autograd"),
-    *("test_bench", "test_bench_exchange", "test_bench_launch", "test_bystanders"),
+    *("test_bench", "test_bench_exchange", "test_bench_launch", "test_benchmarks"),
+    *("test_bystanders",),
     *("test_changed_in_place", "test_changed_structure", "test_checkpoint", "test_collectives"),
     *("test_ddp", "test_delayed", "test_device", "test_device_direct", "test_device_lost"),
     *("test_device_nccl", "test_device_rails", "test_device_shared", "test_device_sums"),
