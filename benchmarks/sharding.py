@@ -22,26 +22,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import os
-import platform
-import statistics
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from interleaved import Sleep, add_arguments, measure, write
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import smdistributed.modelparallel.torch as smp
-from smddp.bench.about import write_json
-from smddp.bench.launch import reserved_port
 from smddp.modelparallel.optimizer.clipping import clip_grad_norm
 
 
@@ -83,23 +76,6 @@ def watched() -> Iterator[None]:
     """In this context the watcher follows the calling thread."""
     with watcher if watcher is not None else contextlib.nullcontext():
         yield
-
-
-class Sleep(torch.autograd.Function):
-    """Sleeps instead of computing, forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        """Sleeps, and returns a copy."""
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Sleeps."""
-        time.sleep(ctx.seconds)
-        return gradient, None
 
 
 class Layer(nn.Module):
@@ -192,111 +168,21 @@ def fsdp_step(options: Any, variant: dict[str, Any], x: torch.Tensor) -> Callabl
     return step
 
 
-def work(
-    rank: int, size: int, port: int, options: Any, variant: dict[str, Any], pipe: Any, profile: str
-) -> None:
-    """Is one rank of a job: runs steps when it is told to."""
+def memory(step: Callable[[], None]) -> float:
+    """Runs a step; returns how many MiB there were at most."""
     global watcher
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
-    os.environ["MASTER_PORT"] = str(port)
-    dist.init_process_group(variant["backend"])
+    watcher = Storages()
+    step()
+    peak, watcher = watcher.peak, None
+    return peak / 2**20
+
+
+def make_step(options: Any, variant: dict[str, Any]) -> Callable[[], None]:
+    """Returns a function that runs one step of a variant."""
     torch.manual_seed(0)
     x = torch.randn(options.batch, options.length, options.width)
     make = fsdp_step if variant["kind"] == "fsdp" else smp_step
-    step = make(options, variant, x)
-    while (count := pipe.recv()) is not None:
-        if count == "memory":
-            watcher = Storages()
-            step()
-            pipe.send(watcher.peak)
-            watcher = None
-            continue
-        seconds, processor = [], time.process_time()
-        for _ in range(count):
-            dist.barrier()
-            begun = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - begun)
-        pipe.send((seconds, (time.process_time() - processor) / count))
-    if profile and rank == 0:
-        import cProfile
-
-        whole = cProfile.Profile()
-        whole.enable()
-        for _ in range(10):
-            step()
-        whole.disable()
-        whole.dump_stats(profile)
-    elif profile:
-        for _ in range(10):
-            step()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-class Job:
-    """The ranks that train one variant."""
-
-    def __init__(self, size: int, options: Any, variant: dict[str, Any]) -> None:
-        context = mp.get_context("fork")
-        self.pipes, self.processes = [], []
-        self.variant = variant
-        self.seconds: list[float] = []
-        self.processor: list[float] = []
-        self.stack = contextlib.ExitStack()
-        port = self.stack.enter_context(reserved_port())
-        for rank in range(size):
-            mine, theirs = context.Pipe()
-            arguments = rank, size, port, options, variant, theirs, options.profile
-            process = context.Process(target=work, args=arguments, daemon=True)
-            process.start()
-            self.pipes.append(mine)
-            self.processes.append(process)
-
-    def ask(self, what: Any) -> list[Any]:
-        """Tells all ranks what to do; returns what they say."""
-        for pipe in self.pipes:
-            pipe.send(what)
-        return [pipe.recv() for pipe in self.pipes]
-
-    def turn(self, count: int) -> None:
-        """Runs some steps."""
-        found = self.ask(count)
-        self.seconds += [max(times) for times in zip(*(one[0] for one in found), strict=True)]
-        self.processor += [one[1] for one in found]
-
-    def close(self) -> None:
-        """Ends the ranks."""
-        for pipe in self.pipes:
-            pipe.send(None)
-        for process in self.processes:
-            process.join(60)
-        self.stack.close()
-
-
-def measure(size: int, options: Any, variants: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs variants in turns; returns a row of figures for each."""
-    jobs = {name: Job(size, options, variant) for name, variant in variants.items()}
-    for job in jobs.values():
-        job.ask(5)  # before these, smp does not know the structures of results
-    for _ in range(options.turns):
-        for job in jobs.values():
-            job.turn(options.steps)
-    rows = []
-    for name, job in jobs.items():
-        row = {
-            "ranks": size,
-            "variant": name,
-            "step_ms": 1000 * statistics.median(job.seconds),
-            "processor_ms": 1000 * statistics.median(job.processor),
-        }
-        if options.what == "transformer":
-            row["peak_mib"] = max(job.ask("memory")) / 2**20
-        rows.append(row)
-        job.close()
-    return rows
+    return make(options, variant, x)
 
 
 def main() -> None:
@@ -311,15 +197,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--microbatches", type=int, help="default 4; of the transformer, 1")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="of a turn")
-    parser.add_argument("--profile", default="", help="write cProfile's figures of rank 0 here")
-    parser.add_argument("--json", default="")
+    add_arguments(parser)
     options = parser.parse_args()
     if options.microbatches is None:
         options.microbatches = 4 if options.what == "sleep" else 1
     options.batch = max(options.batch, options.microbatches)
     rows = []
+    variants: dict[str, dict[str, Any]]
     for degree in options.ranks:
         if options.what == "transformer":
             variants = {
@@ -327,7 +211,9 @@ def main() -> None:
                 "FSDP2 over smddp": {"kind": "fsdp", "backend": "smddp"},
                 "FSDP2 over gloo": {"kind": "fsdp", "backend": "gloo"},
             }
-            found = measure(degree, options, variants)
+            for variant in variants.values():
+                variant["ranks"] = degree
+            found = measure(make_step, options, variants, peak_mib=memory)
             for row in found:
                 row["of_smp"] = row["step_ms"] / found[0]["step_ms"]
                 print(
@@ -340,11 +226,9 @@ def main() -> None:
             continue
         for partitions in options.partitions:
             common = {"kind": "smp", "backend": "smddp", "partitions": partitions}
-            found = measure(
-                degree * partitions,
-                options,
-                {"whole": {**common, "degree": 1}, "sharded": {**common, "degree": degree}},
-            )
+            common["ranks"] = degree * partitions
+            variants = {"whole": {**common, "degree": 1}, "sharded": {**common, "degree": degree}}
+            found = measure(make_step, options, variants)
             ratio = found[0]["step_ms"] / found[1]["step_ms"]
             print(
                 f"degree {degree}, {partitions} partition(s): {found[0]['step_ms']:.1f} ms whole, "
@@ -353,9 +237,7 @@ def main() -> None:
             )
             for row in found:
                 rows.append({"partitions": partitions, "ratio": ratio, **row})
-    if options.json:
-        about = {"cores": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__}
-        write_json(Path(options.json), {"about": about, "options": vars(options), "rows": rows})
+    write(options, rows)
 
 
 if __name__ == "__main__":

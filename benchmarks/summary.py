@@ -171,14 +171,15 @@ def _calls(files: dict[str, Any]) -> str:
     return _table(["", "forward", "backward"], lines)
 
 
-def _sleeping_shards(files: dict[str, Any]) -> str:
+def _sleeping(files: dict[str, Any], variant: str) -> str:
+    """Returns a table of the rows of a variant, whose ratio is that to what it is compared with."""
     (read,) = files.values()
     lines = [
         [str(row["ranks"]), str(row["partitions"]), f"{row['step_ms']:.0f}", f"{row['ratio']:.2f}"]
         for row in read["rows"]
-        if row["variant"] == "sharded"
+        if row["variant"] == variant
     ]
-    return _table(["ranks", "partitions", "step, ms", "of the same without sharding"], lines)
+    return _table(["ranks", "partitions", "step, ms", "of the same without"], lines)
 
 
 def _sharding(files: dict[str, Any]) -> str:
@@ -191,6 +192,20 @@ def _sharding(files: dict[str, Any]) -> str:
         for row in read["rows"]
     ]
     return _table(["ranks", "", "step, ms", "processor, ms", "memory, MiB"], lines)
+
+
+def _blocks(files: dict[str, Any]) -> str:
+    (read,) = files.values()
+    found: dict[tuple[int, str], dict[int, str]] = {}
+    for row in read["rows"]:
+        cells = found.setdefault((row["ranks"], row["variant"]), {})
+        cells[row["bytes"]] = f"{row['step_ms']:.1f} ({row['of_smp']:.2f})"
+    sizes = sorted({row["bytes"] for row in read["rows"]})
+    lines = [
+        [str(ranks), variant, *(cells[size] for size in sizes)]
+        for (ranks, variant), cells in found.items()
+    ]
+    return _table(["ranks", "", *map(_size, sizes)], lines)
 
 
 def _startup(files: dict[str, Any]) -> str:
@@ -234,10 +249,15 @@ def summary() -> str:
         "Pipelines of stages that sleep: % of the bound, by microbatches, for smp / "
         "torch.distributed.pipelining / its Interleaved1F1B": _pipelines(those("pipeline_ranks")),
         "Sharded data parallelism of layers that sleep: speed without sharding = 1": (
-            _sleeping_shards(those("sharding_sleep_"))
+            _sleeping(those("sharding_sleep_"), "sharded")
         ),
         "Sharded data parallelism of a transformer beside FSDP2": (
             _sharding(those("sharding_transformer_"))
+        ),
+        "Tensor parallelism: a transformer block by bytes of activations: ms "
+        "(times that of smp over smddp)": _blocks(those("tensor_block_")),
+        "Tensor parallelism in a pipeline of layers that sleep: speed of the pipeline alone = 1": (
+            _sleeping(those("tensor_sleep_"), "divided")
         ),
         "A call of a module on another rank, 4 KiB there and back: µs": _calls(
             those("pipeline_calls_")

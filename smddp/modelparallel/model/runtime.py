@@ -128,7 +128,7 @@ class ModelRuntime:
                 cfg.sdp_param_persistence_threshold,
                 cfg.sdp_max_live_parameters,
                 cfg.sdp_reduce_bucket_size,
-                executor.replicas is not None,
+                executor.baton.order is not None,
                 timeout_of(state.groups.sharding.parameters).total_seconds(),
             )
             self._sum = self.sharding.sums

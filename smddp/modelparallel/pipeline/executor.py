@@ -91,8 +91,8 @@ class Executor:
             rank: of this process in the group.
             size: of the group.
             stall_warning: seconds after which a step that does not end is logged; 0 for never.
-            replicas: the ranks of other replicas with which this one runs its tasks in one order;
-                None if there are none.
+            replicas: the ranks of other replicas with which this one ends its steps, and runs its
+                tasks in one order; None if there are none.
             collectives: see the class.
         """
         self.rank, self.size = rank, size
@@ -100,8 +100,9 @@ class Executor:
         self._watch = StallWatch(group, rank, self.timeline, stall_warning if size > 1 else 0.0)
         self.replicas, self.collectives = replicas, collectives
         self._job_ranks = dist.get_process_group_ranks(group) if group is not None else [rank]
+        # With one partition the microbatches run one after the other in any case.
         order: TaskOrder | None = None
-        if replicas is not None:
+        if replicas is not None and size > 1:
             order = Leader(replicas.announce)
             if not replicas.leads:
                 order = Follower(self._diverged, lambda: self._order_over.set())
@@ -629,7 +630,8 @@ class Executor:
     def on_leader_ended(self) -> None:
         """Notes that there are no more announcements; see `OrderEvents`."""
         with self.baton.changing_order() as order:
-            order.end()
+            if order is not None:
+                order.end()
 
     def on_stop(self, failure: Elsewhere) -> None:
         """Ends the step because another replica has ended it; see `OrderEvents`."""
@@ -755,6 +757,8 @@ class Executor:
             self._failures.append(message.header)
             self._send_end(None, [])
             self._stop()
+        elif message.header is None:
+            pass  # it has heard of a failure, which comes here from the rank that has failed
         elif peer == 0:
             header, self._reports[peer] = message.header
             self._result = StepResult(header, message.tensors)  # type: ignore[arg-type]
@@ -762,7 +766,7 @@ class Executor:
             if not self._end_sent and not isinstance(self.baton.order, Follower):
                 self._send_end(self._own_report(), [])
             self._over.set()
-        elif message.header is not None:
+        else:
             self._reports[peer] = message.header
 
     def _own_report(self) -> BufferReport:

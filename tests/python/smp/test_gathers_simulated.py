@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from smp.test_task_order_simulated import STALLED, Job, Rank
+from smp.test_task_order_simulated import STALLED, Job, Program, Rank
 
 from smddp.modelparallel.sharding.gathers import Gathers
 from smddp_smp.baton import Task
@@ -213,7 +213,7 @@ class ShardedJob(Job):
         self.limit = source.choice([1, 2, 5, 100]) * len(self.ranks)
         self.delays = random.Random(case)
         self.stopping = threading.Lock()
-        self.make_program(source)
+        self.program = Program(source, self.size)
         self.meetings_of_gathers = [Meeting(len(self.ranks)) for _ in range(self.size)]
         for rank in self.everybody():
             rank.prepare(self.meetings_of_gathers[rank.number], len(self.ranks))  # type: ignore[attr-defined]
@@ -222,7 +222,7 @@ class ShardedJob(Job):
         """Runs a step; returns how it has ended: "", "redo" or "failed"."""
         source = random.Random(seed)
         expected: dict[int, int] = {}
-        for home in self.home.values():
+        for home in self.program.home.values():
             expected[home] = expected.get(home, 0) + 1
         self.stopped_by = None
         ranks: list[Any] = self.everybody()
@@ -234,7 +234,7 @@ class ShardedJob(Job):
         for rank in ranks:
             rank.begin(source.randrange(1 << 30))
         for replica in self.ranks:
-            for _ in range(self.active):
+            for _ in range(self.program.active):
                 self.start_more(replica[0])
         deadline = time.monotonic() + 2 * STALLED
         while any(rank.ended < expected.get(rank.number, 0) for rank in ranks):

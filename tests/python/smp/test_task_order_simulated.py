@@ -67,6 +67,58 @@ class Mail:
             self._changed.notify()
 
 
+class Program:
+    """What the tasks of a case do.
+
+    Attributes:
+        calls: of every task: (called task, its rank, does the caller wait then?).
+        home: the rank of every task.
+        microbatches: how many there are.
+        active: how many of them may be active.
+    """
+
+    def __init__(self, source: random.Random, size: int) -> None:
+        """Makes a random one for `size` ranks."""
+        self.calls: dict[TaskName, list[tuple[TaskName, int, bool]]] = {}
+        self.home: dict[TaskName, int] = {}
+        self.microbatches = source.randint(2, 4)
+        self.active = source.randint(2, 4)
+        self._forward_waits = source.random() < 0.8
+
+        def fill(name: TaskName, rank: int, depth: int) -> None:
+            self.home[name] = rank
+            calls = self.calls[name] = []
+            for number in range(source.randint(1, 3) if depth == 0 else source.randint(0, 2)):
+                if depth >= 2:
+                    break
+                target = source.randrange(size)
+                called = TaskName("forward", name.microbatch, (*name.path, number))
+                fill(called, target, depth + 1)
+                calls.append((called, target, source.random() < 0.5))
+            if name.kind == "body":
+                for called, target, _ in list(calls):
+                    back = TaskName("backward", name.microbatch, called.path)
+                    self.home[back] = target
+                    self.calls[back] = [
+                        (
+                            TaskName("backward", name.microbatch, inner.path),
+                            place,
+                            source.random() < 0.5,
+                        )
+                        for inner, place, _ in self.calls[called]
+                    ]
+                    for inner, place, _ in self.calls[back]:
+                        self.home[inner], self.calls[inner] = place, []
+                    calls.append((back, target, True))
+
+        for microbatch in range(self.microbatches):
+            fill(TaskName("body", microbatch), 0, 0)
+
+    def goes_on(self, name: TaskName) -> bool:
+        """Does a task go on with forward work after a wait?"""
+        return name.kind != "backward" and self._forward_waits
+
+
 class Rank:
     """One rank of one replica."""
 
@@ -173,7 +225,8 @@ class Rank:
         def wait(called: TaskName) -> None:
             # The answer may have come already.
             self.baton.wait(
-                self.ticket(called), Priority(self.job.goes_on(name), name.microbatch, name.path)
+                self.ticket(called),
+                Priority(self.job.program.goes_on(name), name.microbatch, name.path),
             )
             meet()
 
@@ -181,7 +234,7 @@ class Rank:
         if self.job.pauses:
             time.sleep(self.mail.source.random() * self.job.pauses)
         open_calls: list[TaskName] = []
-        for called, rank, waits in self.job.program[name]:
+        for called, rank, waits in self.job.program.calls[name]:
             self.send(rank, ("call", called, self.number))
             open_calls.append(called)
             if waits:
@@ -220,48 +273,8 @@ class Job:
     def everybody(self) -> list[Rank]:
         return [rank for replica in self.ranks for rank in replica]
 
-    def make_program(self, source: random.Random) -> None:
-        """Makes the calls of every task: (called task, its rank, does the caller wait then?)."""
-        self.program: dict[TaskName, list[tuple[TaskName, int, bool]]] = {}
-        self.home: dict[TaskName, int] = {}
-        self.microbatches = source.randint(2, 4)
-        self.active = source.randint(2, 4)
-        self.forward_waits = source.random() < 0.8
-
-        def fill(name: TaskName, rank: int, depth: int) -> None:
-            self.home[name] = rank
-            calls = self.program[name] = []
-            for number in range(source.randint(1, 3) if depth == 0 else source.randint(0, 2)):
-                if depth >= 2:
-                    break
-                target = source.randrange(self.size)
-                called = TaskName("forward", name.microbatch, (*name.path, number))
-                fill(called, target, depth + 1)
-                calls.append((called, target, source.random() < 0.5))
-            if name.kind == "body":
-                for called, target, _ in list(calls):
-                    back = TaskName("backward", name.microbatch, called.path)
-                    self.home[back] = target
-                    self.program[back] = [
-                        (
-                            TaskName("backward", name.microbatch, inner.path),
-                            place,
-                            source.random() < 0.5,
-                        )
-                        for inner, place, _ in self.program[called]
-                    ]
-                    for inner, place, _ in self.program[back]:
-                        self.home[inner], self.program[inner] = place, []
-                    calls.append((back, target, True))
-
-        for microbatch in range(self.microbatches):
-            fill(TaskName("body", microbatch), 0, 0)
-
-    def goes_on(self, name: TaskName) -> bool:
-        return name.kind != "backward" and self.forward_waits
-
     def start_more(self, rank: Rank) -> None:
-        if self.started[rank.replica] < self.microbatches:
+        if self.started[rank.replica] < self.program.microbatches:
             self.started[rank.replica] += 1
             rank.submit(TaskName("body", self.started[rank.replica] - 1), -1)
 
@@ -272,13 +285,13 @@ class Job:
             AssertionError: it has stalled, or ranks of an order group ran different things.
         """
         source = random.Random(seed)
-        self.make_program(source)
-        expected = collections.Counter(self.home.values())
+        self.program = Program(source, self.size)
+        expected = collections.Counter(self.program.home.values())
         for rank in self.everybody():
             rank.begin(source.randrange(1 << 30))
         self.started = [0] * len(self.ranks)
         for replica in self.ranks:
-            for _ in range(self.active):
+            for _ in range(self.program.active):
                 self.start_more(replica[0])
         deadline = time.monotonic() + STALLED
         while any(rank.ended < expected[rank.number] for rank in self.everybody()):
