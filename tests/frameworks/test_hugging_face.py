@@ -6,6 +6,7 @@ transformers is in the environment of `make test-frameworks`.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -270,6 +271,97 @@ def in_a_step(name: str, folder: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "bert", "classifier"])
 def test_smp_divides_a_model(name: str, tmp_path: Path) -> None:
     check_ranks(in_a_step, "2", name, str(tmp_path), timeout=120)
+
+
+def batch_of(name: str, step: int, replica: int) -> dict[str, Tensor]:
+    """Returns a batch of four examples. Only replica 0 has masked tokens."""
+    source = torch.Generator().manual_seed(10 * step + replica)
+    ids = torch.randint(5, 60, (4, S), generator=source)
+    mask = torch.ones_like(ids)
+    if replica == 0:
+        mask[0, 5:] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    if "cross" in name:
+        inputs["encoder_hidden_states"] = torch.randn(4, 4, 32, generator=source)
+        inputs["encoder_attention_mask"] = mask[:, 3:]
+    if name == "gptj":
+        inputs["position_ids"] = (2 * torch.arange(S) + replica).expand(4, -1)
+    return inputs
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    found = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
+    assert len(found) == 2
+    return found
+
+
+def to_hugging_face(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    for to_hf, _ in smp.state.module_manager.translate_functions:
+        state = to_hf(state)
+    return state
+
+
+def in_layers(configs: list[dict[str, Any]], names: list[str], marked: list[int]) -> None:
+    """Compares models of which some layers are divided to whole ones in one process."""
+    for config in configs:
+        for name in names:
+            smp.init({"ddp": True, "microbatches": 2, "_match_weights": True, **config})
+            some_layers(name, marked, config.get("prescaled_batch", False))
+            gc.collect()
+            smp.shutdown()
+
+
+def some_layers(name: str, marked: list[int], prescaled: bool) -> None:
+    _, whole = make(name)
+    _, model = make(name)
+    model.config.use_cache = whole.config.use_cache = False
+    for number in marked:
+        smp.set_tensor_parallelism(layers_of(model)[number])
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model = smp.DistributedModel(model.train())
+    kinds = [type(layer) for layer in layers_of(model.get_module())]
+    divided_ones = [i for i, kind in enumerate(kinds) if kind is smp.nn.DistributedTransformerLayer]
+    assert divided_ones == marked
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    alone = torch.optim.SGD(whole.train().parameters(), lr=0.1)
+    replicas, own = smp.dp_size(), smp.dp_rank()
+    if prescaled:
+        replicas, own = smp.rdp_size(), smp.rdp_rank()
+    for step in range(3):
+        alone.zero_grad()
+        wanted = {}
+        for replica, half in itertools.product(range(replicas), range(2)):
+            given = batch_of(name, step, replica)
+            loss = whole(**{key: value.chunk(2)[half] for key, value in given.items()}).loss
+            (loss / 2 / replicas).backward()
+            wanted[replica, half] = loss.detach()
+        alone.step()
+        optimizer.zero_grad()
+        losses, _ = train(model, batch_of(name, step, own))
+        optimizer.step()
+        for half, loss in enumerate(losses.outputs):
+            torch.testing.assert_close(loss, wanted[own, half], rtol=0, atol=1e-5)
+    found = to_hugging_face(model.state_dict())
+    for key, value in whole.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5, msg=f"{name}: {key}")
+    model.load_state_dict(before)
+    after = to_hugging_face(model.state_dict())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
+TENSOR = {"tensor_parallel_degree": 2}
+BY_RANKS = {
+    2: [TENSOR, {**TENSOR, "prescaled_batch": True}],
+    4: [{**TENSOR, "partitions": 2}],
+}
+
+
+@pytest.mark.parametrize("marked", [[1], [0, 1]])
+@pytest.mark.parametrize("ranks", list(BY_RANKS))
+def test_some_layers_are_divided(ranks: int, marked: list[int]) -> None:
+    names = [name for name in MODELS if "states" not in name]
+    check_ranks(in_layers, str(ranks), BY_RANKS[ranks], names, marked, timeout=600)
 
 
 @pytest.mark.parametrize("name", list(MODELS))
