@@ -6,6 +6,7 @@ transformers is in the environment of `make test-frameworks`.
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import os
 import sys
@@ -22,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from ranks import check_ranks
 
 import smddp.modelparallel as smp
-from smddp.modelparallel.tensor.huggingface import gpt2
+from smddp.modelparallel.tensor.huggingface import gpt2, layers
 from smddp.modelparallel.tensor.huggingface.architectures import ARCHITECTURES, find
 from smddp.modelparallel.tensor.huggingface.hooks import Hooks
+from smddp.modelparallel.tensor.transformer.layers import DistributedTransformerLayer
 from smddp_smp.errors import SMPUsageError
 
 transformers = pytest.importorskip("transformers", reason="run `make test-frameworks`")
@@ -306,26 +308,27 @@ def in_layers(configs: list[dict[str, Any]], names: list[str], marked: list[int]
     for config in configs:
         for name in names:
             smp.init({"ddp": True, "microbatches": 2, "_match_weights": True, **config})
-            some_layers(name, marked, config.get("prescaled_batch", False))
+            some_layers(name, marked, config)
             gc.collect()
             smp.shutdown()
 
 
-def some_layers(name: str, marked: list[int], prescaled: bool) -> None:
+def some_layers(name: str, marked: list[int], config: dict[str, Any]) -> None:
     _, whole = make(name)
     _, model = make(name)
+    if "partitions" in config:  # otherwise a model makes other calls where no token is masked
+        model.set_attn_implementation("eager")
     model.config.use_cache = whole.config.use_cache = False
     for number in marked:
         smp.set_tensor_parallelism(layers_of(model)[number])
     before = {key: value.clone() for key, value in model.state_dict().items()}
     model = smp.DistributedModel(model.train())
-    kinds = [type(layer) for layer in layers_of(model.get_module())]
-    divided_ones = [i for i, kind in enumerate(kinds) if kind is smp.nn.DistributedTransformerLayer]
-    assert divided_ones == marked
+    layers = layers_of(model.get_module())
+    assert [i for i in range(2) if isinstance(layers[i], DistributedTransformerLayer)] == marked
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     alone = torch.optim.SGD(whole.train().parameters(), lr=0.1)
     replicas, own = smp.dp_size(), smp.dp_rank()
-    if prescaled:
+    if config.get("prescaled_batch"):
         replicas, own = smp.rdp_size(), smp.rdp_rank()
     for step in range(3):
         alone.zero_grad()
@@ -357,11 +360,64 @@ BY_RANKS = {
 }
 
 
-@pytest.mark.parametrize("marked", [[1], [0, 1]])
-@pytest.mark.parametrize("ranks", list(BY_RANKS))
+@pytest.mark.parametrize(("ranks", "marked"), [(2, [1]), (2, [0, 1]), (4, [0])])
 def test_some_layers_are_divided(ranks: int, marked: list[int]) -> None:
     names = [name for name in MODELS if "states" not in name]
     check_ranks(in_layers, str(ranks), BY_RANKS[ranks], names, marked, timeout=600)
+
+
+class Alone(nn.Module):
+    """A layer that is made outside a model of transformers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        kind = importlib.import_module("transformers.models.gpt2.modeling_gpt2").GPT2Block
+        with smp.tensor_parallelism():
+            self.block = kind(config, layer_idx=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.block(self.first(x))
+        return found
+
+
+def made_alone() -> None:
+    smp.init({"ddp": True, "tensor_parallel_degree": 2, "_match_weights": True})
+    options = {**MODELS["gpt2 other options"][3], "attn_implementation": "sdpa"}
+    torch.manual_seed(1)
+    model = Alone(transformers.GPT2Config(**options)).eval()
+    x = torch.randn(B, S, 32) + smp.rank()
+    wanted = model(x)
+    before = dict(model.state_dict())
+    model = smp.DistributedModel(model)
+    torch.testing.assert_close(model(x), wanted, rtol=1e-5, atol=1e-5)
+    assert to_hugging_face(model.state_dict()).keys() == before.keys()
+
+
+def test_a_layer_that_is_made_alone() -> None:
+    check_ranks(made_alone, "2")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"use_cache": True}, "no argument use_cache: call the model with use_cache=False"),
+        ({"cache": []}, "no argument cache: call the model with use_cache=False"),
+        ({"output_attentions": True}, "with output_attentions=False"),
+        ({"head_mask": torch.ones(4)}, "a layer is divided .* takes no argument head_mask"),
+        ({"position_embeddings": (0, 0)}, "needs position_ids, not position_embeddings alone"),
+    ],
+)
+def test_arguments_that_a_layer_cannot_use(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SMPUsageError, match=message):
+        layers.forward_hook({"hidden_states": torch.zeros(1, 2, 3), **given})
+
+
+def test_masks_that_a_layer_cannot_use() -> None:
+    kinds = [hooks for _, *hooks in (one.hooks for one in ARCHITECTURES.values())]
+    for hooks in [one for found in kinds for one in found if one.of_layer]:
+        with pytest.raises(SMPUsageError, match='choose "sdpa" or "eager"'):
+            hooks.init(transformers.GPT2Config(attn_implementation="flash_attention_2"))
 
 
 @pytest.mark.parametrize("name", list(MODELS))
