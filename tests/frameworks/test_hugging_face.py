@@ -285,7 +285,8 @@ def batch_of(name: str, step: int, replica: int) -> dict[str, Tensor]:
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     if "cross" in name:
         inputs["encoder_hidden_states"] = torch.randn(4, 4, 32, generator=source)
-        inputs["encoder_attention_mask"] = mask[:, 3:]
+        inputs["encoder_attention_mask"] = torch.ones(4, 4, dtype=torch.long)
+        inputs["encoder_attention_mask"][0, 2:] = 0
     if name == "gptj":
         inputs["position_ids"] = (2 * torch.arange(S) + replica).expand(4, -1)
     return inputs
