@@ -6,6 +6,8 @@ transformers is in the environment of `make test-frameworks`.
 from __future__ import annotations
 
 import gc
+import importlib
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -21,10 +23,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from ranks import check_ranks
 
 import smddp.modelparallel as smp
-from smddp.modelparallel.tensor.huggingface import gpt2
+from smddp.modelparallel.tensor.huggingface import gpt2, layers
 from smddp.modelparallel.tensor.huggingface.architectures import ARCHITECTURES, find
 from smddp.modelparallel.tensor.huggingface.hooks import Hooks
 from smddp.modelparallel.tensor.module import sequence_multiple
+from smddp.modelparallel.tensor.transformer.layers import DistributedTransformerLayer
 from smddp_smp.errors import SMPUsageError
 
 transformers = pytest.importorskip("transformers", reason="run `make test-frameworks`")
@@ -271,6 +274,152 @@ def in_a_step(name: str, folder: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "bert", "classifier"])
 def test_smp_divides_a_model(name: str, tmp_path: Path) -> None:
     check_ranks(in_a_step, "2", name, str(tmp_path), timeout=120)
+
+
+def batch_of(name: str, step: int, replica: int) -> dict[str, Tensor]:
+    """Returns a batch of four examples. Only replica 0 has masked tokens."""
+    source = torch.Generator().manual_seed(10 * step + replica)
+    ids = torch.randint(5, 60, (4, S), generator=source)
+    mask = torch.ones_like(ids)
+    if replica == 0:
+        mask[0, 5:] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    if "cross" in name:
+        inputs["encoder_hidden_states"] = torch.randn(4, 4, 32, generator=source)
+        inputs["encoder_attention_mask"] = torch.ones(4, 4, dtype=torch.long)
+        inputs["encoder_attention_mask"][0, 2:] = 0
+    if name == "gptj":
+        inputs["position_ids"] = (2 * torch.arange(S) + replica).expand(4, -1)
+    return inputs
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    found = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
+    assert len(found) == 2
+    return found
+
+
+def to_hugging_face(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    for to_hf, _ in smp.state.module_manager.translate_functions:
+        state = to_hf(state)
+    return state
+
+
+def in_layers(configs: list[dict[str, Any]], names: list[str], marked: list[int]) -> None:
+    """Compares models of which some layers are divided to whole ones in one process."""
+    for config in configs:
+        for name in names:
+            smp.init({"ddp": True, "microbatches": 2, "_match_weights": True, **config})
+            some_layers(name, marked, config)
+            gc.collect()
+            smp.shutdown()
+
+
+def some_layers(name: str, marked: list[int], config: dict[str, Any]) -> None:
+    _, whole = make(name)
+    _, model = make(name)
+    if "partitions" in config:  # otherwise a model makes other calls where no token is masked
+        model.set_attn_implementation("eager")
+    model.config.use_cache = whole.config.use_cache = False
+    for number in marked:
+        smp.set_tensor_parallelism(layers_of(model)[number])
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model = smp.DistributedModel(model.train())
+    layers = layers_of(model.get_module())
+    assert [i for i in range(2) if isinstance(layers[i], DistributedTransformerLayer)] == marked
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    alone = torch.optim.SGD(whole.train().parameters(), lr=0.1)
+    replicas, own = smp.dp_size(), smp.dp_rank()
+    if config.get("prescaled_batch"):
+        replicas, own = smp.rdp_size(), smp.rdp_rank()
+    for step in range(3):
+        alone.zero_grad()
+        wanted = {}
+        for replica, half in itertools.product(range(replicas), range(2)):
+            given = batch_of(name, step, replica)
+            loss = whole(**{key: value.chunk(2)[half] for key, value in given.items()}).loss
+            (loss / 2 / replicas).backward()
+            wanted[replica, half] = loss.detach()
+        alone.step()
+        optimizer.zero_grad()
+        losses, _ = train(model, batch_of(name, step, own))
+        optimizer.step()
+        for half, loss in enumerate(losses.outputs):
+            torch.testing.assert_close(loss, wanted[own, half], rtol=0, atol=1e-5)
+    found = to_hugging_face(model.state_dict())
+    for key, value in whole.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5, msg=f"{name}: {key}")
+    model.load_state_dict(before)
+    after = to_hugging_face(model.state_dict())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
+TENSOR = {"tensor_parallel_degree": 2}
+BY_RANKS = {
+    2: [TENSOR, {**TENSOR, "prescaled_batch": True}],
+    4: [{**TENSOR, "partitions": 2}],
+}
+
+
+@pytest.mark.parametrize(("ranks", "marked"), [(2, [1]), (2, [0, 1]), (4, [0])])
+def test_some_layers_are_divided(ranks: int, marked: list[int]) -> None:
+    names = [name for name in MODELS if "states" not in name]
+    check_ranks(in_layers, str(ranks), BY_RANKS[ranks], names, marked, timeout=600)
+
+
+class Alone(nn.Module):
+    """A layer that is made outside a model of transformers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        kind = importlib.import_module("transformers.models.gpt2.modeling_gpt2").GPT2Block
+        with smp.tensor_parallelism():
+            self.block = kind(config, layer_idx=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.block(self.first(x))
+        return found
+
+
+def made_alone() -> None:
+    smp.init({"ddp": True, "tensor_parallel_degree": 2, "_match_weights": True})
+    options = {**MODELS["gpt2 other options"][3], "attn_implementation": "sdpa"}
+    torch.manual_seed(1)
+    model = Alone(transformers.GPT2Config(**options)).eval()
+    x = torch.randn(B, S, 32) + smp.rank()
+    wanted = model(x)
+    before = dict(model.state_dict())
+    model = smp.DistributedModel(model)
+    torch.testing.assert_close(model(x), wanted, rtol=1e-5, atol=1e-5)
+    assert to_hugging_face(model.state_dict()).keys() == before.keys()
+
+
+def test_a_layer_that_is_made_alone() -> None:
+    check_ranks(made_alone, "2")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"use_cache": True}, "no argument use_cache: call the model with use_cache=False"),
+        ({"cache": []}, "no argument cache: call the model with use_cache=False"),
+        ({"output_attentions": True}, "with output_attentions=False"),
+        ({"head_mask": torch.ones(4)}, "a layer is divided .* takes no argument head_mask"),
+        ({"position_embeddings": (0, 0)}, "needs position_ids, not position_embeddings alone"),
+    ],
+)
+def test_arguments_that_a_layer_cannot_use(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SMPUsageError, match=message):
+        layers.forward_hook({"hidden_states": torch.zeros(1, 2, 3), **given})
+
+
+def test_masks_that_a_layer_cannot_use() -> None:
+    kinds = [hooks for _, *hooks in (one.hooks for one in ARCHITECTURES.values())]
+    for hooks in [one for found in kinds for one in found if one.of_layer]:
+        with pytest.raises(SMPUsageError, match='choose "sdpa" or "eager"'):
+            hooks.init(transformers.GPT2Config(attn_implementation="flash_attention_2"))
 
 
 @pytest.mark.parametrize("name", list(MODELS))

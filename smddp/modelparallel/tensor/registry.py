@@ -56,7 +56,7 @@ class Registration:
     translations: Callable[[str], tuple[_Hook, _Hook]] | None = None
 
 
-def _linear_arguments(module: nn.Linear) -> dict[str, Any]:
+def _linear_arguments(module: nn.Linear, _: nn.Module) -> dict[str, Any]:
     return {
         "in_features": module.in_features,
         "out_features": module.out_features,
@@ -72,23 +72,25 @@ _OF_EMBEDDING = (
 )
 
 
-def _embedding_arguments(module: nn.Embedding) -> dict[str, Any]:
+def _embedding_arguments(module: nn.Embedding, _: nn.Module) -> dict[str, Any]:
     own = {name: getattr(module, name) for name in _OF_EMBEDDING}
     return {**own, "device": module.weight.device, "dtype": module.weight.dtype}
 
 
+# Returns the named arguments with which a module was made, for it and the model that it is in.
+_ArgumentsOf = Callable[[Any, nn.Module], dict[str, Any]]
 _registrations: dict[type, Registration] = {
     nn.Linear: Registration(DistributedLinear),
     nn.Embedding: Registration(DistributedEmbedding),
 }
 # Modules of these classes keep their arguments, so `__init__` needs no wrapper.
-_ARGUMENTS_OF: dict[type, Callable[[Any], dict[str, Any]]] = {
+_ARGUMENTS_OF: dict[type, _ArgumentsOf] = {
     nn.Linear: _linear_arguments,
     nn.Embedding: _embedding_arguments,
 }
 
 
-_Found = tuple[Registration, Callable[[Any], dict[str, Any]]]
+_Found = tuple[Registration, _ArgumentsOf]
 _finders: list[Callable[[type], _Found | None]] = []
 
 
@@ -97,7 +99,7 @@ def add_finder(finder: Callable[[type], _Found | None]) -> None:
 
     Args:
         finder: returns for a class what takes its place, and a function that returns the named
-            arguments with which a module of it was made; None for other classes.
+            arguments with which a module of it, in a model, was made; None for other classes.
     """
     _finders.append(finder)
 
@@ -134,8 +136,12 @@ def registration_of(module: nn.Module) -> Registration | None:
     return _registrations.get(kind)
 
 
-def arguments_of(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(module: nn.Module, root: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments with which a module of a registered class was made.
+
+    Args:
+        module: of the model.
+        root: the model.
 
     Raises:
         SMPUsageError: it was made before its class was registered.
@@ -150,7 +156,7 @@ def arguments_of(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
             f"a {type(module).__name__} was made before smp.tp_register knew its class, so the "
             "arguments of its __init__ are not known: register classes before the model is made"
         )
-    return (), of_class(module)
+    return (), of_class(module, root)
 
 
 def tp_register_with_module(

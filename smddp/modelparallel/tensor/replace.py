@@ -62,7 +62,7 @@ def replace_marked(root: nn.Module) -> nn.Module:
     new: dict[int, nn.Module] = {}
     for parent, child_name, full_name, module in list(_candidates(root)):
         if id(module) not in new:
-            new[id(module)] = _replacement(module, full_name, holders, plan, say)
+            new[id(module)] = _replacement(root, module, full_name, holders, plan, say)
         if parent is None:
             return new[id(module)]
         parent._modules[child_name] = new[id(module)]
@@ -126,6 +126,7 @@ def _holders(root: nn.Module) -> dict[int, list[nn.Module]]:
 
 
 def _replacement(
+    root: nn.Module,
     module: nn.Module,
     name: str,
     holders: dict[int, list[nn.Module]],
@@ -144,7 +145,7 @@ def _replacement(
     options = mark_of(module)
     assert registration is not None
     assert options is not None
-    args, kwargs = arguments_of(module)
+    args, kwargs = arguments_of(module, root)
     if registration.init_hook is not None:
         args, kwargs = registration.init_hook(*args, **kwargs)
     known = inspect.signature(registration.dist_module).parameters

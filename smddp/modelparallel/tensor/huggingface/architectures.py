@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
+
+from torch import nn
 
 from smddp.modelparallel.tensor.huggingface import bert, gpt2, gptj, gptneo, roberta
 from smddp.modelparallel.tensor.huggingface.hooks import Architecture, Hooks
 from smddp.modelparallel.tensor.registry import Registration
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["ARCHITECTURES", "find", "registration"]
 
@@ -41,9 +45,27 @@ def registration(module_cls: type) -> tuple[Registration, Any] | None:
     _, dist_module, init, forward, returned = hooks.arguments()
     weights = functools.partial(architecture.weights, hooks)
     translations = functools.partial(architecture.translations, hooks)
-    # Every module of transformers that is divided keeps the configuration that it was made with.
-    return Registration(dist_module, init, forward, returned, weights, translations), _arguments
+    arguments = functools.partial(_arguments, hooks)
+    return Registration(dist_module, init, forward, returned, weights, translations), arguments
 
 
-def _arguments(module: Any) -> dict[str, Any]:
-    return {"config": module.config}
+def _arguments(hooks: Hooks, module: nn.Module, root: nn.Module) -> dict[str, Any]:
+    """Returns the arguments with which a module, in a model, was made."""
+    around = [one for one in root.modules() if any(part is module for part in one.modules())]
+    # A layer of an old release does not keep the configuration, nor does a part of it. So the
+    # innermost model around it counts.
+    config = _attribute((*module.modules(), *reversed(around)), "config")
+    if config is None:
+        raise SMPUsageError(
+            f"a {hooks.name} that does not belong to a model of transformers does not keep its "
+            "configuration in this release, so it cannot be divided"
+        )
+    if not hooks.of_layer:
+        return {"config": config}
+    return {"config": config, "layer_idx": _attribute(module.modules(), "layer_idx", "layer_id")}
+
+
+def _attribute(modules: Iterable[nn.Module], *names: str) -> Any:
+    """Returns the first such attribute of the modules; None if there is none."""
+    found = (getattr(module, name, None) for module in modules for name in names)
+    return next((value for value in found if value is not None), None)

@@ -16,7 +16,7 @@ translate_state_dict_to_hf_bert = to_hf
 translate_hf_state_dict_to_smdistributed_bert = to_smp
 
 ARCHITECTURE = Architecture(
-    (hooks("transformers.models.bert.modeling_bert", "BertEncoder"),),
+    hooks("transformers.models.bert.modeling_bert", "BertEncoder", "BertLayer"),
     translate_state_dict_to_hf_bert,
     translate_hf_state_dict_to_smdistributed_bert,
 )

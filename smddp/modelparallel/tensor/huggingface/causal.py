@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from smddp.modelparallel.tensor.huggingface import layers
 from smddp.modelparallel.tensor.huggingface.hooks import (
     Hooks,
     causal_output,
@@ -42,13 +43,14 @@ def forward_hook(given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]
     return ((ids, masked(mask), types, positions, labels),), {}
 
 
-def hooks(module: str, name: str, model: str, init: Any) -> tuple[Hooks, ...]:
-    """Returns those of a language model and of its inner model.
+def hooks(module: str, name: str, model: str, layer: str, init: Any) -> tuple[Hooks, ...]:
+    """Returns those of a language model, of its inner model, and of its layers.
 
     Args:
         module: where the classes are.
         name: of the language model's class.
         model: name of the inner model's class.
+        layer: name of the layer's class.
         init: maps a configuration to arguments.
     """
 
@@ -67,4 +69,5 @@ def hooks(module: str, name: str, model: str, init: Any) -> tuple[Hooks, ...]:
     return (
         Hooks(module, name, kind, of_head, forward_hook, causal_output),
         Hooks(module, model, kind, of_model, forward_hook, states_output, "transformer."),
+        layers.hooks(module, layer, init, "transformer.h.0.", "transformer.seq_layers.0."),
     )

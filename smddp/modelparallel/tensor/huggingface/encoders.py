@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from smddp.modelparallel.tensor.huggingface import layers
 from smddp.modelparallel.tensor.huggingface.hooks import (
     Hooks,
+    check_attention,
     score_mask,
     states_output,
     take,
@@ -61,9 +63,8 @@ def to_smp(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dic
     return _TRANSLATION.to_smp(state_dict)
 
 
-def init_hook(config: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Maps the arguments of an encoder."""
-    return (), {
+def _arguments(config: Any) -> dict[str, Any]:
+    return {
         "num_layers": config.num_hidden_layers,
         "num_attention_heads": config.num_attention_heads,
         "attention_head_size": config.hidden_size // config.num_attention_heads,
@@ -82,6 +83,12 @@ def init_hook(config: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     }
 
 
+def init_hook(config: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Maps the arguments of an encoder."""
+    check_attention(config)
+    return (), _arguments(config)
+
+
 def forward_hook(given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Maps the named arguments of an encoder's forward method."""
     hidden, mask, states, states_mask, _ = take(
@@ -90,10 +97,10 @@ def forward_hook(given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]
         *("hidden_states", "attention_mask", "encoder_hidden_states", "encoder_attention_mask"),
         "position_ids",  # the embeddings hold them
     )
-    mask = score_mask(mask, hidden.dtype)
+    mask = score_mask(mask, hidden, hidden.shape[1])
     if states is None:
         return ((hidden, mask),), {}
-    return ((hidden, states, mask, score_mask(states_mask, hidden.dtype)),), {}
+    return ((hidden, states, mask, score_mask(states_mask, hidden, states.shape[1])),), {}
 
 
 def return_hook(returned: Any) -> Any:
@@ -101,6 +108,15 @@ def return_hook(returned: Any) -> Any:
     return states_output(returned[0])
 
 
-def hooks(module: str, name: str) -> Hooks:
-    """Returns those of an encoder."""
-    return Hooks(module, name, DistributedTransformer, init_hook, forward_hook, return_hook)
+def hooks(module: str, name: str, layer: str) -> tuple[Hooks, ...]:
+    """Returns those of an encoder and of its layers.
+
+    Args:
+        module: where the classes are.
+        name: of the encoder's class.
+        layer: name of the layer's class.
+    """
+    return (
+        Hooks(module, name, DistributedTransformer, init_hook, forward_hook, return_hook),
+        layers.hooks(module, layer, _arguments, "layer.0.", "seq_layers.0."),
+    )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smddp.modelparallel.tensor.huggingface import layers
 from smddp.modelparallel.tensor.huggingface.hooks import (
     Architecture,
     Hooks,
@@ -111,8 +112,8 @@ def translate_hf_state_dict_to_smdistributed_gpt2(
     return _TRANSLATION.to_smp(state_dict)
 
 
-def _init(config: Any, head: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (), {
+def _arguments(config: Any) -> dict[str, Any]:
+    return {
         "num_layers": config.n_layer,
         "num_attention_heads": config.n_head,
         "attention_head_size": config.n_embd // config.n_head,
@@ -129,14 +130,16 @@ def _init(config: Any, head: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         "use_normal_initialization": True,
         "causal_mask_size": config.n_positions,
         "add_cross_attention": config.add_cross_attention,
-        "add_lm_head": head,
-        "return_logits": head,
         "pre_layernorm": True,
         "post_layernorm": False,
         "scale_attn_weights": config.scale_attn_weights,
         "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
         "attention_in_fp32": config.reorder_and_upcast_attn,
     }
+
+
+def _init(config: Any, head: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (), {**_arguments(config), "add_lm_head": head, "return_logits": head}
 
 
 def init_hook(config: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -180,6 +183,9 @@ ARCHITECTURE = Architecture(
             forward_hook,
             states_output,
             "transformer.",
+        ),
+        layers.hooks(
+            *(_MODULE, "GPT2Block", _arguments, "transformer.h.0.", "transformer.seq_layers.0.")
         ),
     ),
     translate_state_dict_to_hf_gpt2,

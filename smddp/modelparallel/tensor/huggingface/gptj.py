@@ -101,7 +101,10 @@ def _arguments(config: Any) -> dict[str, Any]:
 
 
 ARCHITECTURE = Architecture(
-    hooks("transformers.models.gptj.modeling_gptj", "GPTJForCausalLM", "GPTJModel", _arguments),
+    hooks(
+        *("transformers.models.gptj.modeling_gptj", "GPTJForCausalLM", "GPTJModel", "GPTJBlock"),
+        _arguments,
+    ),
     translate_state_dict_to_hf_gptj,
     translate_hf_state_dict_to_smdistributed_gptj,
 )

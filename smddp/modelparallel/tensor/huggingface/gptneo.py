@@ -94,7 +94,7 @@ def _arguments(config: Any) -> dict[str, Any]:
 ARCHITECTURE = Architecture(
     hooks(
         *("transformers.models.gpt_neo.modeling_gpt_neo", "GPTNeoForCausalLM", "GPTNeoModel"),
-        _arguments,
+        *("GPTNeoBlock", _arguments),
     ),
     translate_state_dict_to_hf_gptneo,
     translate_hf_state_dict_to_smdistributed_gptneo,

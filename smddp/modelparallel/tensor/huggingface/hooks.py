@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from smddp.modelparallel.job.state import state as job
+from smddp.modelparallel.tensor.transformer.layers import DistributedTransformerLayer
 from smddp.modelparallel.tensor.transformer.options import additive
 from smddp_smp.errors import SMPUsageError
 
@@ -21,6 +23,7 @@ __all__ = [
     "Hooks",
     "bound",
     "causal_output",
+    "check_attention",
     "masked",
     "score_mask",
     "states_output",
@@ -46,8 +49,10 @@ class Hooks(NamedTuple):
         dist_module: the class that takes its place.
         init: maps the arguments of its constructor to those of dist_module.
         forward: maps the named arguments of its forward method to those of dist_module's.
-        returned: maps what that returns to what the class returns.
-        prefix: begins the names of its tensors in the state of a language model.
+        returned: maps what that returns to what the class returns; if it is a layer, gets the class
+            and returns what does so.
+        prefix: begins the names of its tensors in the state that the architecture translates.
+        own_prefix: begins them after the translation.
     """
 
     module: str
@@ -55,11 +60,19 @@ class Hooks(NamedTuple):
     dist_module: type
     init: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     forward: Callable[[dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-    returned: Callable[[Any], Any]
+    returned: Callable[..., Any]
     prefix: str = ""
+    own_prefix: str = ""
+
+    @property
+    def of_layer(self) -> bool:
+        """Returns whether the class is a layer: its arguments are a configuration and a number."""
+        return self.dist_module is DistributedTransformerLayer
 
     def arguments(self) -> tuple[Any, ...]:
-        """Returns the arguments of `smp.tp_register_with_module`. Imports the class.
+        """Returns the class, what takes its place, and hooks of both methods and the result.
+
+        Imports the class.
 
         Raises:
             AttributeError: this release of transformers does not have the class.
@@ -71,7 +84,7 @@ class Hooks(NamedTuple):
             self.dist_module,
             self.init,
             bound(module_cls, self.forward),
-            self.returned,
+            self.returned(module_cls) if self.of_layer else self.returned,
         )
 
 
@@ -95,8 +108,8 @@ class Architecture(NamedTuple):
             hooks: of the class of `original`.
             original: a module of transformers, whole.
         """
-        state = original.state_dict()
-        return self.to_smp({f"{hooks.prefix}{name}": value for name, value in state.items()})
+        to_smp = self.translations(hooks, "")[1]
+        return to_smp(original.state_dict())
 
     def translations(
         self, hooks: Hooks, place: str
@@ -121,12 +134,12 @@ class Architecture(NamedTuple):
             return {**others, **{f"{begin}{name}": value for name, value in own.items()}}
 
         def to_hf(state: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
-            given = inside(state, "")
-            found = self.to_hf(given, max_seq_len)
-            # What belongs to a language model only, a head, the module does not have.
+            given = inside(state, hooks.own_prefix)
             own = {
-                name.removeprefix(hooks.prefix): value
-                for name, value in found.items()
+                # Names that no rule changes are Hugging Face's already.
+                name.removeprefix(hooks.own_prefix if name in given else hooks.prefix): value
+                for name, value in self.to_hf(given, max_seq_len).items()
+                # What belongs to a language model only, a head, the module does not have.
                 if name.startswith(hooks.prefix) or name in given
             }
             return placed(state, own)
@@ -134,8 +147,8 @@ class Architecture(NamedTuple):
         def to_smp(state: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
             given = inside(state, hooks.prefix)
             own = {
-                # Names that are the module's own already are not translated.
-                name.removeprefix(hooks.prefix) if name in given else name: value
+                # Names that no rule changes are the module's own already.
+                name.removeprefix(hooks.prefix if name in given else hooks.own_prefix): value
                 for name, value in self.to_smp(given, max_seq_len).items()
             }
             return placed(state, own)
@@ -182,11 +195,37 @@ def masked(attention_mask: Tensor | None) -> Tensor | None:
     return None if attention_mask is None else 1 - attention_mask.to(torch.long)
 
 
-def score_mask(attention_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Returns a mask to add to scores, for one of four dimensions: such a one, or True for seen."""
-    if attention_mask is None or attention_mask.dtype != torch.bool:
-        return attention_mask
-    return additive(~attention_mask, dtype)
+def check_attention(config: Any) -> None:
+    """Checks that a model makes masks that a part of it can use that is divided.
+
+    Raises:
+        SMPUsageError: it does not.
+    """
+    kind = getattr(config, "_attn_implementation", None)
+    if kind not in (None, "eager", "sdpa"):
+        raise SMPUsageError(
+            f"{type(config).__name__}: a model with attn_implementation={kind!r} makes masks that "
+            'layers that are divided cannot use; choose "sdpa" or "eager"'
+        )
+
+
+def score_mask(attention_mask: Tensor | None, hidden: Tensor, keys: int) -> Tensor | None:
+    """Returns a mask to add to scores.
+
+    Args:
+        attention_mask: of four dimensions, such a one, or True for seen; or None.
+        hidden: the states that attend, [B, S, H].
+        keys: the number of positions that they attend to.
+    """
+    mask = attention_mask
+    if mask is not None:
+        mask = additive(~mask, hidden.dtype) if mask.dtype == torch.bool else mask.to(hidden.dtype)
+    if job.cfg.prescaled_batch or job.topology.tp_size == 1:
+        return mask
+    # A model passes None if no token of its rank's batch is masked, but ranks exchange their masks.
+    if mask is None:
+        mask = hidden.new_zeros(1, 1, 1, 1)
+    return mask.expand(-1, -1, hidden.shape[1], keys)
 
 
 def causal_output(returned: Any) -> Any:

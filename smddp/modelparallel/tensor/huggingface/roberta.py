@@ -16,7 +16,7 @@ translate_state_dict_to_hf_roberta = to_hf
 translate_hf_state_dict_to_smdistributed_roberta = to_smp
 
 ARCHITECTURE = Architecture(
-    (hooks("transformers.models.roberta.modeling_roberta", "RobertaEncoder"),),
+    hooks("transformers.models.roberta.modeling_roberta", "RobertaEncoder", "RobertaLayer"),
     translate_state_dict_to_hf_roberta,
     translate_hf_state_dict_to_smdistributed_roberta,
 )

@@ -161,7 +161,7 @@ class DistributedAttentionLayer(HiddenStatesModule):
         self.pre_layernorm = self.new_norm(pre_layernorm, hidden_size, layernorm_epsilon)
         self.layernorm = self.new_norm(post_layernorm, hidden_size, layernorm_epsilon)
 
-    def forward(self, inputs: tuple[Tensor | None, ...]) -> Tensor:
+    def forward(self, inputs: tuple[Tensor | None, ...], positions: Tensor | None = None) -> Tensor:
         """Attends.
 
         Args:
@@ -169,6 +169,8 @@ class DistributedAttentionLayer(HiddenStatesModule):
                 cross_states, cross_mask). States are this rank's [B, S, H]; masks are added to the
                 scores, [B, 1, 1, S] or [B, 1, S, S], and may be None. What is less than -1e4
                 counts as -1e4.
+            positions: the numbers by which rotary_dim rotates, [B, S] or [1, S]; None counts
+                from 0.
 
         Returns:
             Tensor [B, S, H].
@@ -188,9 +190,14 @@ class DistributedAttentionLayer(HiddenStatesModule):
                 unpack(_OWNER, inputs, ("hidden_states", "attention_mask")),
                 None,
             )
+<<<<<<< HEAD
         hidden = self.shortened(hidden)
         everything = self.sequence.gather(self.normalized(hidden))
         y = self.attended(everything, everything if states is None else states, mask)
+=======
+        everything = self.exchange.gather(self.normalized(hidden))
+        y = self.attended(everything, everything if states is None else states, mask, positions)
+>>>>>>> hfblocks
         y = add_residual(hidden, y, self.fp32_residual_addition)
         return self.lengthened(y if self.layernorm is None else self.layernorm(y))
 
@@ -198,20 +205,29 @@ class DistributedAttentionLayer(HiddenStatesModule):
         """Returns what queries are made of."""
         return hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
 
-    def attended(self, everything: Tensor, states: Tensor, mask: Tensor | None) -> Tensor:
+    def attended(
+        self,
+        everything: Tensor,
+        states: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Returns the result without residual and norm.
 
         Args:
             everything: of which queries are made, of all examples, [T * B, S, H].
             states: of which keys and values are made, of all examples.
             mask: of this rank's examples, see `forward`.
+            positions: of this rank's examples, see `forward`.
         """
+        batch = len(everything) // (1 if self.exchange.prescaled else self.exchange.size)
         query = self._heads(self.query(everything))
         key, value = self._heads(self.key(states)), self._heads(self.value(states))
         if self.rotary_dim is not None:
-            query, key = _rotated(query, self.rotary_dim), _rotated(key, self.rotary_dim)
+            if positions is not None:
+                positions = self.exchange.gather(positions.expand(batch, -1))
+            query, key = (_rotated(x, self.rotary_dim, positions) for x in (query, key))
         if mask is not None:
-            batch = len(everything) // (1 if self.exchange.prescaled else self.exchange.size)
             mask = self.exchange.gather(mask.expand(batch, -1, -1, -1))
         # [T * B, heads / T, S, d]
         weighted = self._weighted(query, key, value, mask)
@@ -292,11 +308,12 @@ class DistributedAttentionLayer(HiddenStatesModule):
         return self.own_random_numbers() if dropout else contextlib.nullcontext()
 
 
-def _rotated(x: Tensor, count: int) -> Tensor:
-    """Rotates pairs of the first features of [B, heads, S, d] by angles that grow with S."""
-    positions = torch.arange(x.shape[-2], dtype=torch.float32, device=x.device)
+def _rotated(x: Tensor, count: int, positions: Tensor | None) -> Tensor:
+    """Rotates pairs of the first features of [B, heads, S, d] by angles that grow with [B, S]."""
+    if positions is None:
+        positions = torch.arange(x.shape[-2], device=x.device)[None]
     exponents = torch.arange(0, count, 2, dtype=torch.int64, device=x.device) / count
-    angles = positions[:, None] * (1.0 / 10000**exponents)  # [S, count / 2]
+    angles = positions[:, None, :, None].float() * (1.0 / 10000**exponents)  # [B, 1, S, count / 2]
     sin, cos = angles.sin().to(x.dtype), angles.cos().to(x.dtype)
     even, odd = x[..., :count:2], x[..., 1:count:2]
     turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)

@@ -112,14 +112,17 @@ class DistributedTransformerLayer(HiddenStatesModule):
         self.parallel_attn_output = parallel_attn_output
         self.fp32_residual_addition = fp32_residual_addition
 
-    def forward(self, inputs: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    def forward(
+        self, inputs: tuple[Tensor | None, ...], positions: Tensor | None = None
+    ) -> tuple[Any, ...]:
         """Computes the layer.
 
         Args:
             inputs: (hidden_states, attention_mask), or with add_cross_attention (hidden_states,
                 cross_states, attention_mask, cross_mask). States are this rank's [B, S, H], masks
                 are added to the scores, [B, 1, 1, S] or [B, 1, S, S], and may be None. If
-                cross_states is None, there is no cross-attention.
+                cross_states is None or missing with its mask, there is no cross-attention.
+            positions: see `DistributedAttentionLayer`.
 
         Returns:
             The same tuple, with other hidden_states.
@@ -127,6 +130,7 @@ class DistributedTransformerLayer(HiddenStatesModule):
         Raises:
             SMPUsageError: the inputs are others.
         """
+<<<<<<< HEAD
         if self.cross_attention is None:
             hidden, *others = unpack("DistributedTransformerLayer", inputs, _SELF)
             (mask,) = others
@@ -137,18 +141,42 @@ class DistributedTransformerLayer(HiddenStatesModule):
         if self.parallel_attn_output:
             return (self.lengthened(self._parallel(hidden, mask)), *others)
         hidden = self.attention((hidden, mask))
+=======
+        names = _names(inputs, self.cross_attention is not None)
+        hidden, *others = unpack("DistributedTransformerLayer", inputs, names)
+        states, mask, cross_mask = others if names is _CROSS else (None, *others, None)
+        if self.parallel_attn_output:
+            return (self._parallel(hidden, mask, positions), *others)
+        hidden = self.attention((hidden, mask), positions)
+>>>>>>> hfblocks
         if self.cross_attention is not None and states is not None:
             hidden = self.cross_attention((hidden, states, cross_mask))
         return (self.lengthened(self.output(hidden)), *others)
 
+<<<<<<< HEAD
     def _parallel(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         everything = self.sequence.gather(self.attention.normalized(hidden))
         y = self.attention.attended(everything, everything, mask)
+=======
+    def _parallel(self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+        everything = self.exchange.gather(self.attention.normalized(hidden))
+        y = self.attention.attended(everything, everything, mask, positions)
+>>>>>>> hfblocks
         y = y + self.output.transformed(everything)
         return add_residual(hidden, y, self.fp32_residual_addition)
 
 
+<<<<<<< HEAD
 class DistributedTransformer(HiddenStatesModule):
+=======
+def _names(inputs: Any, crossed: bool) -> tuple[str, ...]:
+    """Returns the names of the inputs of a layer with or without cross-attention."""
+    short = isinstance(inputs, (tuple, list)) and len(inputs) == len(_SELF)
+    return _CROSS if crossed and not short else _SELF
+
+
+class DistributedTransformer(DistributedModule):
+>>>>>>> hfblocks
     """A stack of transformer layers.
 
     With pre_layernorm and post_layernorm both, the input of the first layer and the output of the
@@ -228,7 +256,7 @@ class DistributedTransformer(HiddenStatesModule):
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         """Computes all layers; takes and returns the tuple of `DistributedTransformerLayer`."""
-        names = _CROSS if self.add_cross_attention else _SELF
+        names = _names(inputs, self.add_cross_attention)
         hidden, *others = unpack("DistributedTransformer", inputs, names)
         hidden = self.shortened(hidden)
         if self.input_layernorm is not None:
