@@ -3,6 +3,12 @@
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 collect_ignore_glob = [] if importlib.util.find_spec("tensorflow") else ["test_*.py"]
+
+
+def pytest_configure(config: Any) -> None:
+    """Makes known the marker, which pyproject.toml describes; these tests do not read that file."""
+    config.addinivalue_line("markers", "exhaustive: left out unless ALL_SEEDS is set")

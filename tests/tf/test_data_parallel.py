@@ -297,3 +297,16 @@ def test_errors_name_the_rank_or_the_number() -> None:
     for text in jobs.run(wrong, "2", "number", timeout=60):
         assert text.startswith("DeadlineExceededError")
         assert "number 0 of 2 has not come, which has to go before number 1" in text
+
+
+def test_other_versions_are_named() -> None:
+    from smddp_tensorflow import versions
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        versions.check("2.16.2")
+        versions.check("2.21.0-rc1")
+    for other in ("1.15.5", "2.15.1", "2.22.0", "3.0.0"):
+        text = f"is tested with TensorFlow 2.16 to 2.21, and this is {other}"
+        with pytest.warns(RuntimeWarning, match=text):
+            versions.check(other)
