@@ -94,12 +94,18 @@ test-torch: setup  ## torch's own tests of a backend, in every configuration (do
 	done
 
 TENSORFLOW_PYTHON := build/tensorflow$(if $(filter-out $(DEFAULT_TENSORFLOW),$(TENSORFLOW)),-$(TENSORFLOW))/bin/python
+TENSORFLOW_PYTEST := PYTHONPATH=$(CURDIR) $(TENSORFLOW_PYTHON) -m pytest -q -c /dev/null --rootdir tests/tf \
+  -p no:cacheprovider tests/tf
 
 .PHONY: test-tensorflow
 test-tensorflow: setup  ## TensorFlow and Keras over smddp (installs them in build/tensorflow)
 	@tools/setup.sh tensorflow
-	PYTHONPATH=$(CURDIR) $(TENSORFLOW_PYTHON) -m pytest -q -c /dev/null --rootdir tests/tf -p no:cacheprovider \
-	  $(if $(ALL_SEEDS),,-m "not exhaustive") tests/tf
+	$(TENSORFLOW_PYTEST) $(if $(ALL_SEEDS),,-m "not exhaustive")
+
+.PHONY: test-tensorflow-core
+test-tensorflow-core: setup  ## the part of it that `make test` runs
+	@tools/setup.sh tensorflow
+	$(TENSORFLOW_PYTEST) -m "not slow and not exhaustive"
 
 .PHONY: test-frameworks
 test-frameworks: setup  ## Lightning, Accelerate, transformers, Ray, DeepSpeed over smddp (installs them in build/frameworks)

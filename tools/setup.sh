@@ -158,7 +158,7 @@ tensorflow() {
   key=$({ echo "tensorflow $tensorflow"; cat $list; } | sha256sum)
   [ "$(cat $folder/.requirements 2>/dev/null)" != "$key" ] || return 0
   say "installing TensorFlow $tensorflow into $folder"
-  $venv/bin/python -m venv $folder
+  $venv/bin/python -m venv --clear $folder
   $folder/bin/python -m pip install --quiet --no-compile "tensorflow-cpu==$tensorflow.*" -r $list
   # It requires the package `tensorflow`, which has the same files for GPUs, and is three times as large.
   $folder/bin/python -m pip install --quiet --no-deps "tf-keras==$tensorflow.*"

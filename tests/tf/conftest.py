@@ -10,5 +10,6 @@ collect_ignore_glob = [] if importlib.util.find_spec("tensorflow") else ["test_*
 
 
 def pytest_configure(config: Any) -> None:
-    """Makes known the marker, which pyproject.toml describes; these tests do not read that file."""
-    config.addinivalue_line("markers", "exhaustive: left out unless ALL_SEEDS is set")
+    """Makes known the markers; pyproject.toml is not read, because it needs other plugins."""
+    config.addinivalue_line("markers", "slow: left out of `make test`")
+    config.addinivalue_line("markers", "exhaustive: for `make test-all` only")

@@ -23,7 +23,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
+BOTH_KERAS = pytest.mark.parametrize(
+    "env",
+    [{}, pytest.param({"TF_USE_LEGACY_KERAS": "1"}, marks=pytest.mark.slow)],
+    ids=["keras3", "keras2"],
+)
 
 
 class Job(NamedTuple):

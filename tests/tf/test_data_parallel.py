@@ -92,11 +92,12 @@ def collectives() -> None:
     sdp.shutdown()
 
 
-@pytest.mark.parametrize("layout", ["2", "2x2"])
+@pytest.mark.parametrize("layout", ["2", pytest.param("2x2", marks=pytest.mark.slow)])
 def test_values(layout: str) -> None:
     jobs.run(collectives, layout)
 
 
+@pytest.mark.slow
 def test_without_a_compiler(tmp_path: Any) -> None:
     """Operations run through numpy, and say so."""
     env = {"CXX": "/bin/false", "XDG_CACHE_HOME": str(tmp_path)}
@@ -200,13 +201,85 @@ def alone() -> Any:
     return train(tf, lambda tape: tape, 0, 1, True)
 
 
-@pytest.mark.parametrize(("layout", "compiled"), [("2", False), ("4", True), ("2x2", True)])
+@pytest.mark.parametrize(
+    ("layout", "compiled"),
+    [
+        ("2", False),
+        pytest.param("4", True, marks=pytest.mark.slow),
+        pytest.param("2x2", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_tape_trains_what_one_process_trains(layout: str, compiled: bool) -> None:
     ((losses, values),) = jobs.run(alone, "1")
     for found_losses, found in jobs.run(on_ranks, layout, compiled):
         np.testing.assert_allclose(found_losses, losses, rtol=1e-5)
         for one, other in zip(found, values, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def script(distributed: bool) -> Any:
+    """What AWS's public example for MNIST does; without dropout, since masks differ by rank."""
+    import tensorflow as tf
+    from sklearn.datasets import load_digits
+
+    if distributed:
+        import smdistributed.dataparallel.tensorflow as sdp
+
+        sdp.init()
+    digits, keras = load_digits(), tf.keras
+    images = (digits.images[..., np.newaxis] / 16).astype(np.float32)
+    dataset = tf.data.Dataset.from_tensor_slices((images, digits.target))
+    if distributed:
+        dataset = dataset.shard(sdp.size(), sdp.rank()).batch(64 // sdp.size())
+    else:
+        dataset = dataset.batch(64)
+    keras.utils.set_random_seed(42)
+    layer = keras.layers
+    model = keras.Sequential(
+        [
+            layer.Conv2D(32, [3, 3], activation="relu"),
+            layer.Conv2D(64, [3, 3], activation="relu"),
+            layer.MaxPooling2D(pool_size=(2, 2)),
+            layer.Flatten(),
+            layer.Dense(128, activation="relu"),
+            layer.Dense(10, activation="softmax"),
+        ]
+    )
+    loss_object = keras.losses.SparseCategoricalCrossentropy()
+    optimizer = keras.optimizers.Adam(0.001)
+
+    @tf.function
+    def training_step(images: Any, labels: Any, first_batch: bool) -> Any:
+        with tf.GradientTape() as tape:
+            loss = loss_object(labels, model(images, training=True))
+        if distributed:
+            tape = sdp.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        if distributed and first_batch:
+            sdp.broadcast_variables(model.variables, root_rank=0)
+            variables = optimizer.variables
+            sdp.broadcast_variables(variables() if callable(variables) else variables, root_rank=0)
+        return sdp.oob_allreduce(loss) if distributed else loss
+
+    losses = [
+        float(training_step(images, labels, number == 0))
+        for number, (images, labels) in enumerate(dataset.take(20))
+    ]
+    values = [variable.numpy() for variable in model.trainable_variables]
+    if distributed:
+        sdp.shutdown()
+    return losses, values
+
+
+@jobs.BOTH_KERAS
+def test_the_mnist_script(env: Any) -> None:
+    ((losses, values),) = jobs.run(script, "1", False, env=env)
+    assert losses[-1] < losses[0] / 2
+    for found_losses, found in jobs.run(script, "2", True, env=env):
+        np.testing.assert_allclose(found_losses, losses, rtol=1e-5)
+        for one, other in zip(found, values, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def fitted(distributed: bool) -> Any:
@@ -246,9 +319,8 @@ def fitted(distributed: bool) -> Any:
     return history, values
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["keras3", "keras2"])
-def test_keras_fits_what_one_process_fits(legacy: bool) -> None:
-    env = {"TF_USE_LEGACY_KERAS": "1"} if legacy else {}
+@jobs.BOTH_KERAS
+def test_keras_fits_what_one_process_fits(env: Any) -> None:
     ((history, values),) = jobs.run(fitted, "1", False, env=env)
     for found_history, found in jobs.run(fitted, "2", True, env=env):
         for name, expected in history.items():
@@ -285,6 +357,7 @@ def wrong(how: str) -> str:
     return f"nothing after {time.monotonic() - began} s"
 
 
+@pytest.mark.slow
 def test_errors_name_the_rank_or_the_number() -> None:
     for text in jobs.run(wrong, "2", "shape"):
         assert "rank 0 is in" in text
