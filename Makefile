@@ -40,9 +40,9 @@ build:  ## compile the C++ core, its tests and the module
 	@tools/setup.sh build
 
 .PHONY: test
-test:  ## all kinds of test in 25 minutes: C++, Python, C++ again under sanitizers, fuzzers
+test:  ## all kinds of test in 27 minutes: C++, Python, C++ again under sanitizers, fuzzers
 	@echo "TEST_TURN=$(TEST_TURN)"
-	@tools/stages.sh prepare test-optimized test-python sanitize-address,undefined fuzz sanitize-thread
+	@tools/stages.sh prepare test-optimized test-python test-tensorflow-core sanitize-address,undefined fuzz sanitize-thread
 
 .PHONY: prepare
 prepare:  ## install, and build most of what `make test` runs

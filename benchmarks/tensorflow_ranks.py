@@ -18,7 +18,10 @@ CLASSES, FEATURES = 10, 784
 
 
 def operations() -> dict[str, list[float]]:
-    """Returns µs of a call with 4 bytes, one value per round; the variants take turns."""
+    """Returns µs of a call with 4 bytes, one value per round; the variants take turns.
+
+    The rounds are short, so that many of them lie between two turns of other programs.
+    """
     sdp.init()
     calls: dict[str, Callable[[Any], Any]] = {
         "identity": tf.identity,
@@ -28,8 +31,8 @@ def operations() -> dict[str, list[float]]:
     variants = {f"{name}, eager": call for name, call in calls.items()}
     variants |= {f"{name}, graph": tf.function(call) for name, call in calls.items()}
     found: dict[str, list[float]] = {name: [] for name in variants}
-    x, count = tf.constant(1.0), 200
-    for turn in range(31):
+    x, count = tf.constant(1.0), 20
+    for turn in range(301):
         for name, call in variants.items():
             sdp.oob_allreduce(x)  # begin together
             began = time.perf_counter()
