@@ -120,7 +120,7 @@ def model_parallel() -> dict[str, int]:
     ids=["eager", "graph", "model-parallel"],
 )
 def test_memory_does_not_grow(job: Callable[..., dict[str, int]], arguments: list[Any]) -> None:
-    for found in jobs.run(job, "2", *arguments):
+    for found in jobs.run(job, "2", *arguments, timeout=900):
         assert found["heap"] <= HEAP, found
         assert found["resident"] <= RESIDENT, found
         assert found["shared"] == 0, found
