@@ -227,8 +227,8 @@ def script(distributed: bool) -> Any:
 
         sdp.init()
     digits, keras = load_digits(), tf.keras
-    # In float32, ranks and one process differ by 3e-4 in the loss after 20 steps, and by 5e-3 in the
-    # weights; in float64 by 3e-16, so that is rounding, and no other computation. Probably Adam
+    # In float32, ranks and one process differ by 3e-4 in the loss after 20 steps and by 5e-3 in the
+    # weights; in float64 by 3e-16: so that is rounding, and no other computation. Probably Adam
     # enlarges it: it divides each gradient by its own size, also where a sum is nearly zero.
     keras.backend.set_floatx("float64")
     dataset = tf.data.Dataset.from_tensor_slices((digits.images[..., None] / 16, digits.target))
