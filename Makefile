@@ -1,5 +1,5 @@
 # Every target brings what it needs: tools/setup.sh installs and builds what is missing and is quick when
-# nothing is. TORCH=2.11 picks another torch release (2.11 to 2.15).
+# nothing is. TORCH=2.11 picks another torch release (2.11 to 2.15), TENSORFLOW=2.16 another one of TensorFlow.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -9,10 +9,13 @@ SHELL := /bin/bash
 DEFAULT_TORCH := 2.15
 OTHER_TORCHES ?= 2.11 2.12 2.13 2.14
 TORCH ?= $(DEFAULT_TORCH)
+DEFAULT_TENSORFLOW := 2.21
+OTHER_TENSORFLOWS ?= 2.16 2.18
+TENSORFLOW ?= $(DEFAULT_TENSORFLOW)
 VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))
 BUILD := build/torch-$(TORCH)
 PYTHON := $(VENV)/bin/python
-export TORCH
+export TORCH TENSORFLOW
 
 CTEST := ctest --output-on-failure --no-tests=error
 PYTEST := $(PYTHON) -m pytest -q
@@ -37,9 +40,9 @@ build:  ## compile the C++ core, its tests and the module
 	@tools/setup.sh build
 
 .PHONY: test
-test:  ## all kinds of test in 25 minutes: C++, Python, C++ again under sanitizers, fuzzers
+test:  ## all kinds of test in 27 minutes: C++, Python, C++ again under sanitizers, fuzzers
 	@echo "TEST_TURN=$(TEST_TURN)"
-	@tools/stages.sh prepare test-optimized test-python sanitize-address,undefined fuzz sanitize-thread
+	@tools/stages.sh prepare test-optimized test-python test-tensorflow-core sanitize-address,undefined fuzz sanitize-thread
 
 .PHONY: prepare
 prepare:  ## install, and build most of what `make test` runs
@@ -49,8 +52,9 @@ prepare:  ## install, and build most of what `make test` runs
 test-all: export ALL_SEEDS := 1
 test-all: export FUZZ_SECONDS := 120
 test-all:  ## everything, for hours: every case and seed, torch's own tests, fuzzers for minutes, all releases of torch
-	@tools/stages.sh build test-cpp test-python-all test-libfabric test-torch sanitize-address,undefined fuzz fuzz-check \
-	  sanitize-thread
+	@tools/stages.sh build test-cpp test-python-all test-libfabric test-torch test-tensorflow \
+	  sanitize-address,undefined fuzz fuzz-check sanitize-thread
+	for release in $(OTHER_TENSORFLOWS); do TENSORFLOW=$$release tools/stages.sh test-tensorflow || exit 1; done
 	for release in $(OTHER_TORCHES); do TORCH=$$release tools/stages.sh test-python || exit 1; done
 
 .PHONY: test-fast
@@ -89,10 +93,19 @@ test-torch: setup  ## torch's own tests of a backend, in every configuration (do
 	  PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(PYTHON) -m torch_suite $$each || exit 1; \
 	done
 
+TENSORFLOW_PYTHON := build/tensorflow$(if $(filter-out $(DEFAULT_TENSORFLOW),$(TENSORFLOW)),-$(TENSORFLOW))/bin/python
+TENSORFLOW_PYTEST := PYTHONPATH=$(CURDIR) $(TENSORFLOW_PYTHON) -m pytest -q -c /dev/null --rootdir tests/tf \
+  -p no:cacheprovider tests/tf
+
 .PHONY: test-tensorflow
 test-tensorflow: setup  ## TensorFlow and Keras over smddp (installs them in build/tensorflow)
 	@tools/setup.sh tensorflow
-	PYTHONPATH=$(CURDIR) build/tensorflow/bin/python -m pytest -q -c /dev/null --rootdir tests/tf -p no:cacheprovider tests/tf
+	$(TENSORFLOW_PYTEST) $(if $(ALL_SEEDS),,-m "not exhaustive")
+
+.PHONY: test-tensorflow-core
+test-tensorflow-core: setup  ## the part of it that `make test` runs
+	@tools/setup.sh tensorflow
+	$(TENSORFLOW_PYTEST) -m "not slow and not exhaustive"
 
 .PHONY: test-frameworks
 test-frameworks: setup  ## Lightning, Accelerate, transformers, Ray, DeepSpeed over smddp (installs them in build/frameworks)

@@ -15,6 +15,8 @@
 It imports neither torch nor the package smddp.
 """
 
+import tensorflow as _tf
+
 from smddp_tensorflow.callbacks import (
     AverageMetrics,
     BroadcastGlobalVariablesHook,
@@ -34,6 +36,9 @@ from smddp_tensorflow.collectives import (
 )
 from smddp_tensorflow.gradients import DistributedGradientTape, DistributedOptimizer
 from smddp_tensorflow.job import init, is_initialized, local_rank, local_size, rank, shutdown, size
+from smddp_tensorflow.versions import check as _check
+
+_check(_tf.version.VERSION)
 
 __all__ = [
     "AverageMetrics",

@@ -145,6 +145,9 @@ Order& orderOf(smddp_group* group, int count) {
   return *order;
 }
 
+// Is this thread TensorFlow's, and begins a collective?
+thread_local bool isBeginning = false;
+
 // The collectives of one run of an operation.
 struct Run {
   OpKernelContext* context;
@@ -159,13 +162,19 @@ struct Run {
       if (status.ok()) status = outcome;
     }
     if (left.fetch_sub(1) != 1) return;
-    // Not here: this is the engine's thread, and TensorFlow may go on with any kernel.
-    context->env()->SchedClosure([this] {
-      if (!status.ok()) context->SetStatus(status);
-      const auto callback = std::move(done);
-      delete this;
-      callback();
-    });
+    if (isBeginning) {
+      finish();
+    } else {
+      // Not here: this is the engine's thread, and TensorFlow may go on with any kernel.
+      context->env()->SchedClosure([this] { finish(); });
+    }
+  }
+
+  void finish() {
+    if (!status.ok()) context->SetStatus(status);
+    const auto callback = std::move(done);
+    delete this;
+    callback();
   }
 };
 
@@ -196,6 +205,16 @@ class Collective : public AsyncOpKernel {
     arguments.release = [](void* tensors) {
       delete static_cast<std::pair<Tensor, Tensor>*>(tensors);
     };
+    isBeginning = true;
+    beginHeld(run, arguments);
+    isBeginning = false;
+  }
+
+  smddp_group* group() const { return group_; }
+  double timeout() const { return timeout_; }
+
+ private:
+  void beginHeld(Run* run, const smddp_arguments& arguments) {
     smddp_operation* operation = nullptr;
     if (smddp_begin(group_, &arguments, &operation) != SMDDP_OK) {
       run->end(lastError());
@@ -213,10 +232,6 @@ class Collective : public AsyncOpKernel {
         new Begun{run, operation});
   }
 
-  smddp_group* group() const { return group_; }
-  double timeout() const { return timeout_; }
-
- private:
   const smddp_collective collective_;
   smddp_group* group_ = nullptr;
   float timeout_ = 0;

@@ -15,12 +15,15 @@
 #   tools/setup.sh lint          + the programs for `make lint`
 #
 # TORCH=2.11 selects another torch release, with its own environment and build folder.
+# TENSORFLOW=2.16 selects another release of TensorFlow, with its own environment, build/tensorflow-2.16.
 # PYTHON selects the interpreter for the environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 default_torch=2.15
 torch=${TORCH:-$default_torch}
+default_tensorflow=2.21
+tensorflow=${TENSORFLOW:-$default_tensorflow}
 python=${PYTHON:-python3}
 venv=.venv
 [ "$torch" = "$default_torch" ] || venv=.venv-$torch
@@ -151,11 +154,14 @@ transformers-4.27() {
 # Without torch: two frameworks in one process are not tested.
 tensorflow() {
   local folder=build/tensorflow list=tests/tf/requirements.txt key
-  key=$(sha256sum <$list)
+  [ "$tensorflow" = "$default_tensorflow" ] || folder+=-$tensorflow
+  key=$({ echo "tensorflow $tensorflow"; cat $list; } | sha256sum)
   [ "$(cat $folder/.requirements 2>/dev/null)" != "$key" ] || return 0
-  say "installing TensorFlow into $folder"
-  $venv/bin/python -m venv $folder
-  $folder/bin/python -m pip install --quiet -r $list
+  say "installing TensorFlow $tensorflow into $folder"
+  $venv/bin/python -m venv --clear $folder
+  $folder/bin/python -m pip install --quiet --no-compile "tensorflow-cpu==$tensorflow.*" -r $list
+  # It requires the package `tensorflow`, which has the same files for GPUs, and is three times as large.
+  $folder/bin/python -m pip install --quiet --no-deps "tf-keras==$tensorflow.*"
   echo "$key" >$folder/.requirements
 }
 

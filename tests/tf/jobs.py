@@ -1,20 +1,44 @@
-"""Runs a function of a test module as the ranks of a job, without torch."""
+"""Runs a function of a test module as the ranks of a job, without torch.
+
+Importing TensorFlow takes seconds, a fork takes milliseconds. So a child process, the *nursery*,
+imports it once, starts no thread, and forks the ranks of every job.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import functools
+import gc
 import importlib
 import os
 import pickle
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+BOTH_KERAS = pytest.mark.parametrize(
+    "env",
+    [{}, pytest.param({"TF_USE_LEGACY_KERAS": "1"}, marks=pytest.mark.slow)],
+    ids=["keras3", "keras2"],
+)
+
+
+class Job(NamedTuple):
+    """What a nursery runs."""
+
+    call: tuple[str, str, tuple[Any, ...]]  # module, function, arguments
+    environments: list[dict[str, str]]  # of each rank
+    timeout: float
 
 
 def run(
@@ -34,46 +58,104 @@ def run(
         timeout: seconds.
     """
     nodes, per_node = (int(part) for part in f"1x{layout}".split("x")[-2:])
-    size = nodes * per_node
+    size, env = nodes * per_node, env or {}
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    call = pickle.dumps((function.__module__, function.__name__, arguments))
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        processes = []
-        for rank in range(size):
-            log = stack.enter_context((Path(folder) / f"log{rank}").open("w+"))
-            place = {
-                **{"RANK": str(rank), "WORLD_SIZE": str(size)},
-                **{"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node)},
-                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-                **{"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1"},
-                "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'tf'}",
-            }
-            if nodes > 1:
-                place["SMDDP_NODE_ID"] = str(rank // per_node)
-            command = [sys.executable, __file__, str(Path(folder) / f"result{rank}"), call.hex()]
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    env={**os.environ, **place, **(env or {})},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-            stack.callback(processes[-1].kill)
-        for process in processes:
-            process.wait(timeout)
-        results = []
-        for rank, process in enumerate(processes):
-            made = Path(folder) / f"result{rank}"
-            said = (Path(folder) / f"log{rank}").read_text()
-            assert process.returncode in (0, -9), f"rank {rank}:\n{said[-6000:]}"
-            results.append(pickle.loads(made.read_bytes()) if made.exists() else None)
-        return results
+    environments = [
+        {
+            **{"RANK": str(rank), "WORLD_SIZE": str(size)},
+            **{"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node)},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            **({"SMDDP_NODE_ID": str(rank // per_node)} if nodes > 1 else {}),
+            **env,
+        }
+        for rank in range(size)
+    ]
+    nursery = _nursery(env.get("TF_USE_LEGACY_KERAS", ""))
+    assert nursery.stdin is not None
+    assert nursery.stdout is not None
+    call = function.__module__, function.__name__, arguments
+    pickle.dump(Job(call, environments, timeout), nursery.stdin)
+    nursery.stdin.flush()
+    results = []
+    for rank, (status, said, result) in enumerate(pickle.load(nursery.stdout)):
+        assert status in (0, -signal.SIGKILL), f"rank {rank}:\n{said[-6000:]}"
+        results.append(pickle.loads(result) if result else None)
+    return results
 
 
-if __name__ == "__main__":
-    module, name, given = pickle.loads(bytes.fromhex(sys.argv[2]))
-    result = getattr(importlib.import_module(module), name)(*given)
-    assert "torch" not in sys.modules
-    Path(sys.argv[1]).write_bytes(pickle.dumps(result))
+@functools.cache
+def _nursery(legacy: str) -> subprocess.Popen[bytes]:
+    """Starts a nursery; TensorFlow chooses the version of Keras when it is imported."""
+    once = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    once |= {"TF_USE_LEGACY_KERAS": legacy, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'tf'}"}
+    nursery = subprocess.Popen(
+        [sys.executable, "-c", "import jobs; jobs.serve()"],
+        env={**os.environ, **once},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    atexit.register(nursery.communicate)
+    return nursery
+
+
+def serve() -> None:
+    """Runs jobs until the standard input ends."""
+    importlib.import_module("smdistributed.dataparallel.tensorflow")
+    importlib.import_module("smdistributed.modelparallel.tensorflow")
+    # Otherwise each collection of garbage in a rank would write to these, and copy their pages.
+    gc.freeze()
+    while True:
+        try:
+            job = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        # Ranks would remove a TemporaryDirectory when they end.
+        folder, pids = Path(tempfile.mkdtemp()), []
+        for rank in range(len(job.environments)):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                _be_rank(job, rank, folder)
+        outcomes = _outcomes(pids, job.timeout, folder)
+        shutil.rmtree(folder)
+        pickle.dump(outcomes, sys.stdout.buffer)
+        sys.stdout.flush()
+
+
+def _be_rank(job: Job, rank: int, folder: Path) -> NoReturn:
+    log = os.open(folder / f"log{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(job.environments[rank])
+    module, name, arguments = job.call
+    status = 1
+    try:
+        result = getattr(importlib.import_module(module), name)(*arguments)
+        assert "torch" not in sys.modules
+        (folder / f"result{rank}").write_bytes(pickle.dumps(result))
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _outcomes(pids: list[int], timeout: float, folder: Path) -> list[tuple[int, str, bytes]]:
+    """Waits for ranks; returns exit status, output and pickled result of each."""
+    deadline, statuses = time.monotonic() + timeout, dict.fromkeys(pids)
+    while None in statuses.values():
+        for pid in [pid for pid, status in statuses.items() if status is None]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                statuses[pid] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                os.kill(pid, signal.SIGABRT)
+        time.sleep(0.01)
+    found = []
+    for rank, status in enumerate(statuses.values()):
+        made = folder / f"result{rank}"
+        said = (folder / f"log{rank}").read_text()
+        found.append((status, said, made.read_bytes() if made.exists() else b""))
+    return found
