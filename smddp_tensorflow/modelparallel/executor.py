@@ -245,7 +245,8 @@ class Executor:
             )
             self._reset()
         if failure is not None:
-            raise_as_error(failure, cause)
+            where = f"rank {failure.rank} of the pipeline"
+            raise_as_error(failure, where, cause)
         try:
             self._channel.flush()
         except (TimeoutError, smddp_numpy.Error) as error:

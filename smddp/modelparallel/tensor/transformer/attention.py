@@ -190,14 +190,9 @@ class DistributedAttentionLayer(HiddenStatesModule):
                 unpack(_OWNER, inputs, ("hidden_states", "attention_mask")),
                 None,
             )
-<<<<<<< HEAD
         hidden = self.shortened(hidden)
         everything = self.sequence.gather(self.normalized(hidden))
-        y = self.attended(everything, everything if states is None else states, mask)
-=======
-        everything = self.exchange.gather(self.normalized(hidden))
         y = self.attended(everything, everything if states is None else states, mask, positions)
->>>>>>> hfblocks
         y = add_residual(hidden, y, self.fp32_residual_addition)
         return self.lengthened(y if self.layernorm is None else self.layernorm(y))
 

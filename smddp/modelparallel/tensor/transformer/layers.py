@@ -130,53 +130,31 @@ class DistributedTransformerLayer(HiddenStatesModule):
         Raises:
             SMPUsageError: the inputs are others.
         """
-<<<<<<< HEAD
-        if self.cross_attention is None:
-            hidden, *others = unpack("DistributedTransformerLayer", inputs, _SELF)
-            (mask,) = others
-        else:
-            hidden, *others = unpack("DistributedTransformerLayer", inputs, _CROSS)
-            states, mask, cross_mask = others
-        hidden = self.shortened(hidden)
-        if self.parallel_attn_output:
-            return (self.lengthened(self._parallel(hidden, mask)), *others)
-        hidden = self.attention((hidden, mask))
-=======
         names = _names(inputs, self.cross_attention is not None)
         hidden, *others = unpack("DistributedTransformerLayer", inputs, names)
         states, mask, cross_mask = others if names is _CROSS else (None, *others, None)
+        hidden = self.shortened(hidden)
         if self.parallel_attn_output:
-            return (self._parallel(hidden, mask, positions), *others)
+            return (self.lengthened(self._parallel(hidden, mask, positions)), *others)
         hidden = self.attention((hidden, mask), positions)
->>>>>>> hfblocks
         if self.cross_attention is not None and states is not None:
             hidden = self.cross_attention((hidden, states, cross_mask))
         return (self.lengthened(self.output(hidden)), *others)
 
-<<<<<<< HEAD
-    def _parallel(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        everything = self.sequence.gather(self.attention.normalized(hidden))
-        y = self.attention.attended(everything, everything, mask)
-=======
     def _parallel(self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        everything = self.exchange.gather(self.attention.normalized(hidden))
+        everything = self.sequence.gather(self.attention.normalized(hidden))
         y = self.attention.attended(everything, everything, mask, positions)
->>>>>>> hfblocks
         y = y + self.output.transformed(everything)
         return add_residual(hidden, y, self.fp32_residual_addition)
 
 
-<<<<<<< HEAD
-class DistributedTransformer(HiddenStatesModule):
-=======
 def _names(inputs: Any, crossed: bool) -> tuple[str, ...]:
     """Returns the names of the inputs of a layer with or without cross-attention."""
     short = isinstance(inputs, (tuple, list)) and len(inputs) == len(_SELF)
     return _CROSS if crossed and not short else _SELF
 
 
-class DistributedTransformer(DistributedModule):
->>>>>>> hfblocks
+class DistributedTransformer(HiddenStatesModule):
     """A stack of transformer layers.
 
     With pre_layernorm and post_layernorm both, the input of the first layer and the output of the
