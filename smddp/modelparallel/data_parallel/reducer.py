@@ -169,6 +169,7 @@ class DataParallel:
         self.views = views
         self._buffers: Buffers | None = None
         self._all_parameters: list[nn.Parameter] = []
+        self._local: list[nn.Parameter] = []  # what gets a gradient once it is trained
         self.join = Join(self)
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
@@ -195,12 +196,22 @@ class DataParallel:
         if self.shards is not None:
             local = self.shards.divide(parameters, device)
         self._all_parameters = [p for p in local if not self._is_shard(p)]
-        self.parameters = [parameter for parameter in local if parameter.requires_grad]
+        self._local = local
+        self.note_trained()
         if self.size > 1:
-            self._make_buckets()
             self.synchronise(0)
         # With several partitions, `begin_step` of the first step did not know the parameters yet.
         self._put_aside()
+
+    def note_trained(self) -> None:
+        """Gives gradients from now on to parameters that require them; not during a step.
+
+        A parameter that was trained before and is frozen now keeps its place, and gets none.
+        """
+        trained = set(self.parameters)
+        self.parameters = [p for p in self._local if p.requires_grad or p in trained]
+        if self.size > 1:
+            self._make_buckets()
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the gradients of this rank, and the buckets in which they are reduced."""
