@@ -546,6 +546,8 @@ class ModelRuntime:
         if gradient is not None:
             frame = task.frame
             self._sum.add(parameter, frame.microbatch, gradient, frame.path)
+            if self.data_parallel.hook_failure is not None:
+                raise self.data_parallel.hook_failure  # fails the step on all ranks of the pipeline
 
     # --- hooks ------------------------------------------------------------------------------------
 
