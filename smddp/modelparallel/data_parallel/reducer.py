@@ -19,7 +19,7 @@ from smddp.modelparallel.common.buffers import Buffers
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.data_parallel.join import Join
 from smddp.modelparallel.data_parallel.replicas import tell_replicas
-from smddp_smp.failure import Redo
+from smddp_smp.failure import Redo, summary
 
 __all__ = ["Bucket", "DataParallel", "Ranks", "Shards"]
 
@@ -124,6 +124,8 @@ class DataParallel:
         group, size: the replicas of this rank's partition.
         overlap: begin to reduce before the step ends.
         hook: reduces a bucket in place of the all-reduce; returns a future of the reduced tensor.
+        hook_failure: the first error of the hook in this step, or in this backward pass outside
+            steps; None if there is none.
         parameters: what gets a gradient on this rank: parameters, and shards of parameters.
         views: are gradients views of the buckets?
         join: replicas with different numbers of batches.
@@ -169,6 +171,7 @@ class DataParallel:
         self.views = views
         self._buffers: Buffers | None = None
         self._all_parameters: list[nn.Parameter] = []
+        self._local: list[nn.Parameter] = []  # what gets a gradient once it is trained
         self.join = Join(self)
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
@@ -177,6 +180,7 @@ class DataParallel:
         self._with_gradients = False
         self._steps = 0  # steps with gradients so far
         self._next = 0  # the first bucket that is not launched yet
+        self.hook_failure: Exception | None = None
         # Will `_reduce_outside` run when the backward pass ends?
         self._outside = False
 
@@ -195,12 +199,22 @@ class DataParallel:
         if self.shards is not None:
             local = self.shards.divide(parameters, device)
         self._all_parameters = [p for p in local if not self._is_shard(p)]
-        self.parameters = [parameter for parameter in local if parameter.requires_grad]
+        self._local = local
+        self.note_trained()
         if self.size > 1:
-            self._make_buckets()
             self.synchronise(0)
         # With several partitions, `begin_step` of the first step did not know the parameters yet.
         self._put_aside()
+
+    def note_trained(self) -> None:
+        """Gives gradients from now on to parameters that require them; not during a step.
+
+        A parameter that was trained before and is frozen now keeps its place, and gets none.
+        """
+        trained = set(self.parameters)
+        self.parameters = [p for p in self._local if p.requires_grad or p in trained]
+        if self.size > 1:
+            self._make_buckets()
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the gradients of this rank, and the buckets in which they are reduced."""
@@ -276,6 +290,7 @@ class DataParallel:
         self._old = {parameter: parameter.grad for parameter in self.parameters}
         for parameter in self.parameters:
             parameter.grad = None
+        self.hook_failure = None
         self._prepare()
 
     def _prepare(self) -> None:
@@ -302,6 +317,7 @@ class DataParallel:
         Raises:
             Redo: this replica or another has to run the step again; so all of them do.
             SMPPeerError: the step failed on another replica; gradients are as before it.
+            Exception: the hook has failed here; gradients are as before the step.
         """
         succeeded = not (failure or redo)
         if not self._tells():
@@ -317,6 +333,8 @@ class DataParallel:
             parameter.grad = total
         if redo:
             raise Redo
+        if self.hook_failure is not None and not failure:
+            raise self.hook_failure
 
     def _tells(self) -> bool:
         """Says whether the replicas tell each other at the end of this step how it went."""
@@ -359,6 +377,8 @@ class DataParallel:
         """Reduces all sums; returns the gradients, and whether to run the step again."""
         source = (lambda _: None) if failure or redo else self._total
         reduced = self._over_replicas(source, self._next)
+        if self.hook_failure is not None:
+            failure = failure or summary(self.hook_failure)
         # The flags: has the step failed here, has it to be run again, are there late additions,
         # and which parameters were used.
         used = [self._sums.used(p) or self._old[p] is not None for p in self.parameters]
@@ -427,29 +447,43 @@ class DataParallel:
             elif gradient.data_ptr() != place.data_ptr():
                 place.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         if self.hook is not None:
-            bucket.work = self.hook(bucket)
+            # The other replicas go on to the next bucket, and then ask how the step went.
+            try:
+                bucket.work = self.hook(bucket)
+            except Exception as error:
+                self.hook_failure = self.hook_failure or error
         else:
             bucket.work = dist.all_reduce(bucket.buffer(), group=bucket.ranks.group, async_op=True)
 
     def _collected(self) -> dict[nn.Parameter, torch.Tensor]:
         """Waits for all buckets; returns the reduced gradient of each parameter.
 
-        That is the mean over replicas, or what the hook returned.
+        That is the mean over replicas, or what the hook returned; nothing if it has failed.
         """
         found: dict[nn.Parameter, torch.Tensor] = {}
         for bucket in self._buckets:
-            result = bucket.work.wait()
-            bucket.work = None
+            work, bucket.work = bucket.work, None
             if self.hook is not None:
-                flat = result[0] if isinstance(result, list | tuple) else result
-                if flat is not bucket.buffer():
-                    bucket.buffer().copy_(flat.view(-1))
+                try:
+                    self._take_from_hook(bucket, work)
+                except Exception as error:
+                    self.hook_failure = self.hook_failure or error
+                    continue
             else:
+                work.wait()
                 bucket.buffer().div_(bucket.ranks.losses)
             pieces = bucket.gradients()
             for parameter, piece in zip(bucket.parameters(), pieces, strict=True):
                 found[parameter] = piece if self.views else piece.clone()
         return found
+
+    @staticmethod
+    def _take_from_hook(bucket: Bucket, future: Any) -> None:
+        """Waits for what the hook returned for a bucket, and copies it there."""
+        result = future.wait()
+        flat = result[0] if isinstance(result, list | tuple) else result
+        if flat is not bucket.buffer():
+            bucket.buffer().copy_(flat.view(-1))
 
     # --- without a step: one partition, loss.backward() -------------------------------------------
 
@@ -461,13 +495,15 @@ class DataParallel:
         torch.autograd.Variable._execution_engine.queue_callback(self._reduce_outside)
 
     def _reduce_outside(self) -> None:
-        self._outside = False
+        self._outside, self.hook_failure = False, None
         self._steps += 1
         if self._steps % self._passes:
             return
         for bucket in self._buckets:
             self._launch(bucket, lambda parameter: parameter.grad)
         reduced = self._collected()
+        if self.hook_failure is not None:
+            raise self.hook_failure
         used = self._anywhere([parameter.grad is not None for parameter in self.parameters])
         for parameter, gradient in self._of_used(reduced, used).items():
             parameter.grad = gradient

@@ -155,6 +155,8 @@ class DistributedModel(ModelQueries):
                 "with more than one partition, the model can be called only inside a function "
                 "decorated with smp.step"
             )
+        if task is None:
+            self.runtime.note_trained()
         half = self.runtime.half
         if half is not None:
             args, kwargs = to_half(args, half), to_half(kwargs, half)

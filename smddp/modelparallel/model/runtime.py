@@ -139,6 +139,8 @@ class ModelRuntime:
             "step": OrderedDict(),
         }
         self._training_flags: bytes | None = None
+        # Parameters that live here and have been frozen so far.
+        self._frozen: list[nn.Parameter] = []
         self.steps = 0
         # Does this rank still have to call `agree` or `abstain` in this step?
         self._undecided = False
@@ -282,11 +284,8 @@ class ModelRuntime:
         divides = None if self.sharding is None else self.sharding.divides
         self.placement.apply(decision, self.device, divides)
         self.checkpoints.apply()
-        local = self.placement.parameters()
-        for parameter in local:
-            if parameter.requires_grad:
-                hook = _weakly(self._on_gradient)
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        local = self._frozen = self.placement.parameters()
+        self._take_gradients()
         self.buffers = Buffers(self.module, self.placement.owns_buffer)
         if self.executor.size > 1:
             self.buffers.save()
@@ -299,6 +298,24 @@ class ModelRuntime:
         # now make tasks, which run only when the hooks have ended: this task has the baton.
         self.executor.set_divided()
         self._run_hooks("partition")
+
+    def _take_gradients(self) -> list[nn.Parameter]:
+        """Takes the gradients of parameters that are no longer frozen; returns these."""
+        trained = [parameter for parameter in self._frozen if parameter.requires_grad]
+        for parameter in trained:
+            hook = _weakly(self._on_gradient)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        if trained:
+            self._frozen = [p for p in self._frozen if not p.requires_grad]
+        return trained
+
+    def note_trained(self) -> None:
+        """Notices parameters that the script has stopped freezing; not during a step."""
+        trained = self._take_gradients()
+        if trained:
+            if self.sharding is not None:
+                self.sharding.note_trained(trained)
+            self.data_parallel.note_trained()
 
     def pin(self, module: nn.Module, partition: int) -> None:
         """Assigns a module, and everything inside it, to a partition.
@@ -329,6 +346,7 @@ class ModelRuntime:
             The schedule of the step.
         """
         self.steps += 1
+        self.note_trained()
         leads = self.executor.rank == 0 and self.data_parallel.size > 1
         self._undecided = leads and not self.divided
         self._step_name, self._order_mattered = name, None
@@ -528,6 +546,8 @@ class ModelRuntime:
         if gradient is not None:
             frame = task.frame
             self._sum.add(parameter, frame.microbatch, gradient, frame.path)
+            if self.data_parallel.hook_failure is not None:
+                raise self.data_parallel.hook_failure  # fails the step on all ranks of the pipeline
 
     # --- hooks ------------------------------------------------------------------------------------
 

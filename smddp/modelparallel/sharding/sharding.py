@@ -12,7 +12,7 @@ import contextlib
 import functools
 import gc
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -181,6 +181,12 @@ class Sharding:
         entry = self.entry(parameter)
         group = self.groups.parameters
         set_part(parameter, part_of_whole(parameter, group) if entry is None else entry.shard)
+
+    def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gives gradients from now on to parameters that were frozen; not during a step."""
+        for parameter in parameters:
+            self.local(parameter).requires_grad_()
+        self.sums.adopt(self.entries)
 
     def entry(self, parameter: Any) -> ShardedParameter | None:
         """Returns what is known about a sharded parameter; None for others."""

@@ -453,6 +453,33 @@ def hooked_passes() -> list[Any]:
     return seen
 
 
+def hook_fails(when: str, fails_in: int) -> list[Any]:
+    """A hook fails in one step on rank 1 alone; returns what each step has raised and left."""
+    smp.init({"partitions": 1, "ddp": True})
+    layer = nn.Linear(1, 1, bias=False)
+    model = smp.DistributedModel(layer)
+    seen: list[Any] = []
+
+    def hook(group: Any, bucket: Any) -> Any:
+        fails = len(seen) == fails_in and smp.rank() == 1
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        if fails and when == "after":
+            raise ValueError("no reduction")
+        if fails and when == "future":
+            return work.get_future().then(lambda _: 1 / 0)
+        return work.get_future().then(lambda done: done.value()[0] / dist.get_world_size())
+
+    model.register_comm_hook(smp.get_dp_process_group(), hook)
+    for number in range(4):
+        try:
+            plain_sum(model, torch.full((1, 1), float(number + 10 * smp.rank())))
+            seen.append(layer.weight.grad.item())
+            layer.weight.grad = None
+        except Exception as error:
+            seen.append((type(error).__name__, layer.weight.grad))
+    return seen
+
+
 @smp.step
 def plain_sum(model: Any, x: torch.Tensor) -> Any:
     model.backward(model(x).sum())
@@ -644,3 +671,18 @@ def test_what_is_served_leaves_the_random_numbers_of_the_script_alone() -> None:
     assert second == [torch.rand(2).tolist() for _ in range(2)]
     torch.manual_seed(1)
     assert first != [torch.rand(2).tolist() for _ in range(2)]
+
+
+# In the first step the hook is called when the step ends, later during the backward pass.
+@pytest.mark.parametrize("fails_in", [0, 2])
+@pytest.mark.parametrize("when", ["after", "future"])
+def test_replicas_learn_of_a_hook_that_fails(when: str, fails_in: int) -> None:
+    expected: list[Any] = [float(number + 5) for number in range(4)]
+    for rank, seen in enumerate(check_ranks(hook_fails, "2", when, fails_in)):
+        name, gradient = seen[fails_in]
+        assert (name == "SMPPeerError") == (rank == 0), name
+        assert gradient is None
+        assert [*seen[:fails_in], *seen[fails_in + 1 :]] == [
+            *expected[:fails_in],
+            *expected[fails_in + 1 :],
+        ]
