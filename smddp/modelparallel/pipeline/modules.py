@@ -106,17 +106,21 @@ class Findings(NamedTuple):
     def common(several: Sequence[Findings]) -> Findings:
         """Returns what ranks that make the same calls may rely on, so that they go on to do so.
 
-        If they have not found the same about a call, its callers wait.
+        If they have not found the same about a call, callers wait for all results of its module:
+        one rank may pass a mask where another passes None, and both must wait, or neither.
 
         Args:
             several: the findings of each rank.
         """
         keys = dict.fromkeys(key for one in several for key in one.structures)
         structures = {}
+        awaited = set().union(*(one.awaited for one in several))
         for key in keys:
             found = [one.structures.get(key) for one in several]
             structures[key] = found[0] if all(other == found[0] for other in found) else None
-        return Findings(structures, frozenset().union(*(one.awaited for one in several)))
+            if structures[key] is None and any(found):
+                awaited.add(key[0])
+        return Findings(structures, frozenset(awaited))
 
 
 class Surroundings(Protocol):

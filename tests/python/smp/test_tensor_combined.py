@@ -9,6 +9,7 @@ import torch
 from ranks import check_ranks
 from smp.test_tensor import MICROBATCHES, SHARDED, STEPS, batch_of, ordinary, train, whole
 from smp.zoo import device
+from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.activations import offload
@@ -85,3 +86,58 @@ def test_training_is_that_of_one_process(name: str) -> None:
                 atol=tolerance,
                 msg=lambda text, where=where: f"{where}: {text}",
             )
+
+
+class Masked(nn.Module):
+    """Layers that take a mask for some batches only, as those of model libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (Shifted() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(len(x), 1) if x[0, 0] > 0 else None
+        found: Tensor = self.third(self.second(self.first(x, mask), mask))
+        return found
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y if mask is None else y + mask
+
+
+@smp.step
+def squared(model: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def with_masks() -> list[float]:
+    smp.init({**MASKED, "tensor_parallel_degree": 2, "partitions": 2, "_match_weights": True})
+    torch.manual_seed(0)
+    net = Masked()
+    smp.set_tensor_parallelism(net.first)
+    model = smp.DistributedModel(net)
+    smp.set_partition(net.second, 1)
+    smp.set_partition(net.third, 1)
+    losses = []
+    for _ in range(4):
+        x = torch.ones(4, 8)
+        x[:2] *= 1 - 2 * smp.tp_rank()  # rank 1 passes no mask with the first microbatch
+        x[2:] *= -1
+        losses.append(float(squared(model, x).reduce_mean()))
+    return losses
+
+
+MASKED = {"ddp": True, "microbatches": 2, "auto_partition": False, "default_partition": 0}
+
+
+def test_ranks_of_a_group_may_pass_other_arguments() -> None:
+    for losses in check_ranks(with_masks, "4", timeout=60):
+        assert losses == [losses[0]] * 4
