@@ -226,4 +226,5 @@ def _detached(value: Any) -> Any:
 def _listed(names: list[str]) -> str:
     """Returns a few names, and how many there are."""
     shown = ", ".join(map(repr, names[:5])) + (", …" if len(names) > 5 else "")
-    return f"{len(names)} entries ({shown})" if names else "no entries"
+    many = f"{len(names)} entr{'y' if len(names) == 1 else 'ies'}"
+    return f"{many} ({shown})" if names else "no entries"

@@ -193,7 +193,8 @@ def trained(seeds: list[int], layout: tuple[Any, ...], degree: int = 1) -> dict[
             for part in list(module.modules()) if step > 0 else []:
                 modules = model.runtime.executor.modules
                 owners = {modules.owners[modules.number_of(one)] for one in part.modules()}
-                if len(owners - {None}) <= 1 and source.random() < share:
+                called = not isinstance(part, nn.ModuleList)
+                if len(owners - {None}) <= 1 and source.random() < share and called:
                     smp.set_activation_checkpointing(part)
             for parameter in module.parameters():
                 parameter.grad = None

@@ -771,7 +771,7 @@ def experts() -> None:
     smp.init({"ddp": True, "microbatches": 4, **config})
     model = smp.DistributedModel(make("mixture of experts"))
     batch = batch_of("mixture of experts", 0, smp.rank())
-    with pytest.raises(SMPMicrobatchError, match=r"Control flow that depends on data"):
+    with pytest.raises(SMPMicrobatchError, match=r"control flow that depends on data"):
         train_step(model, "mixture of experts", *batch)
 
 
@@ -1086,7 +1086,7 @@ def test_an_evaluation_on_one_rank_alone_is_an_error_on_all(steps: int) -> None:
             assert "have to use the same parameters in the same order" in said[0]
     else:
         assert alone[0].startswith("SMPPeerError: parameter 'layers.0.weight' is needed outside a ")
-        assert "the ranks 0, 1 of the job, which share it, have to call" in alone[0]
+        assert "the ranks 0, 1 of the job, which share it, have to make this call" in alone[0]
         assert any("must make the same calls in the same order" in text for text in other)
 
 

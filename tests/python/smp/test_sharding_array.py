@@ -180,8 +180,9 @@ def trained(rows: list[Row]) -> list[Any]:
         scale = SCALE if kind == "fp16" else 1.0
         optimizer = smp.DistributedOptimizer(inner, static_loss_scale=scale)
         if activations in ("checkpoints", "both"):
-            for part in module.children():
-                smp.set_activation_checkpointing(part)
+            for child in module.children():
+                for part in child if isinstance(child, nn.ModuleList) else [child]:
+                    smp.set_activation_checkpointing(part)
         losses = []
         for step in range(STEPS):
             optimizer.zero_grad()
