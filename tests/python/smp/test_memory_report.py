@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import threading
@@ -239,6 +240,9 @@ def resident(name: str) -> int:
 
 
 def process_memory() -> tuple[int, int]:
+    # Each thread has an arena of malloc, which keeps what was freed there. How many there are is a
+    # matter of time.
+    ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
     config = {"microbatches": 2}
     model, optimizer, ids = made(config, False, width=16, layers=1)
     cycle(model, optimizer, ids)  # what torch itself needs
