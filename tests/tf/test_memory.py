@@ -116,8 +116,15 @@ def model_parallel() -> dict[str, int]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("job", "arguments"),
-    [(data_parallel, [False]), (data_parallel, [True]), (model_parallel, [])],
-    ids=["eager", "graph", "model-parallel"],
+    [
+        pytest.param(data_parallel, [False], id="eager"),
+        pytest.param(
+            *(data_parallel, [True]),
+            id="graph",
+            marks=pytest.mark.xfail(strict=True, reason="it grows by about 6 KB a step"),
+        ),
+        pytest.param(model_parallel, [], id="model-parallel"),
+    ],
 )
 def test_memory_does_not_grow(job: Callable[..., dict[str, int]], arguments: list[Any]) -> None:
     for found in jobs.run(job, "2", *arguments, timeout=900):
