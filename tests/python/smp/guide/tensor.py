@@ -1,6 +1,6 @@
-# The script of "Tensor parallelism alone" in the Amazon SageMaker developer guide (sample
-# code, MIT-0): word for word but for the line of the device, the data set, which other ranks need as well,
-# and the name of the optimizer, which torch writes Adadelta.
+# The script of "Tensor parallelism alone" in the Amazon SageMaker
+# developer guide (sample code, MIT-0), word for word. Three things differ: the line of the device; all
+# ranks make the data set, which they need; and torch writes the optimizer's name Adadelta.
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
