@@ -101,7 +101,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "smddp_tool": {"smddp.cli"},
     "smddp.bench": {"smddp", "smddp_launch"},
     "smddp.cli": {"smddp", "smddp.bench", CHECKPOINT},
-    COMMON: set(),
+    COMMON: {SHARED},
     JOB: {SHARED, "smddp", "smddp_launch"},
     PIPELINE: {SHARED, "smddp", COMMON, ACTIVATIONS},
     DELAYED: {SHARED, COMMON},

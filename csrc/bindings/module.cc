@@ -80,6 +80,7 @@ void bindProcessGroup(py::module& m) {
            py::arg("algorithm") = "", py::arg("wire") = "",
            py::arg("ranks_of_world") = std::vector<int>{})
       .def("describe", &ProcessGroup::describe, Release())
+      .def("abort_because", &ProcessGroup::abortBecause, py::arg("reason"), Release())
       // If a device is bound, new_group() calls this on ranks that are not in the new group.
       .def("perform_nocolor_split", [](ProcessGroup&, const c10::Device&) {})
       .def("statistics", [](ProcessGroup& group) {

@@ -168,12 +168,13 @@ c10d::ErrorType ProcessGroup::getError() {
                                                 : c10d::ErrorType::COMM_ERROR;
 }
 
-void ProcessGroup::abort() {
+void ProcessGroup::abortBecause(const std::string& reason) {
   if (shutDown_) return;
   hooks_->abort.run();
-  const auto reason = fmt::format("rank {} called abort()", getRank());
-  engine_->abort(*group_, reason);
-  devices_->close(Error(ErrorKind::Aborted, reason));
+  const auto text =
+      fmt::format("rank {} called abort(){}{}", getRank(), reason.empty() ? "" : ": ", reason);
+  engine_->abort(*group_, text);
+  devices_->close(Error(ErrorKind::Aborted, text));
 }
 
 void ProcessGroup::shutdown() {

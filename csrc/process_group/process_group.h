@@ -60,7 +60,9 @@ class ProcessGroup : public c10d::Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_.load(); }
   c10d::ErrorType getError() override;
-  void abort() override;
+  void abort() override { abortBecause({}); }
+  // As abort(); the errors of all ranks end with the reason, if there is one.
+  virtual void abortBecause(const std::string& reason);
   void shutdown() override;
 
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,

@@ -159,9 +159,9 @@ void GpuProcessGroup::setTimeout(std::chrono::milliseconds timeout) {
   if (auto* nccl = nccl_.load()) nccl->backend().setTimeout(timeout);
 }
 
-void GpuProcessGroup::abort() {
+void GpuProcessGroup::abortBecause(const std::string& reason) {
   // The engine's group first: so all ranks get the error that names this rank.
-  ProcessGroup::abort();
+  ProcessGroup::abortBecause(reason);
   if (auto* nccl = nccl_.load()) nccl->abort();
   if (state_.load(std::memory_order_acquire) == State::Rails) rails_->abort();
 }

@@ -54,7 +54,7 @@ class GpuProcessGroup final : public ProcessGroup, public Route {
   // NCCL's calls do not tell when they end. torch then takes a call for ended as soon as it is issued.
   bool supportsCompletionHooks() const override { return false; }
 #endif
-  void abort() override;
+  void abortBecause(const std::string& reason) override;
   void shutdown() override;
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;

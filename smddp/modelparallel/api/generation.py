@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smddp.modelparallel.api.step import step
+from smddp.modelparallel.common.lost import smp_errors
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.tensor.module import sequence_multiple
 from smddp_smp.errors import SMPUsageError
@@ -101,6 +102,7 @@ def generate(
     return input_ids
 
 
+@smp_errors()
 def _on_all(ended: Tensor) -> bool:
     """Says whether all texts have ended, on all ranks that have to make the same steps."""
     flag = ended.all().int()

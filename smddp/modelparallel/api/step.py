@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 from smddp.modelparallel.api.same_batch import seed_of_batch
+from smddp.modelparallel.common.lost import smp_errors
 from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.common.structure import rebuild
 from smddp.modelparallel.job.state import state
@@ -146,7 +147,12 @@ class StepFunction:
         schedule = Schedule.of(
             cfg.pipeline, cfg.microbatches, cfg.active_microbatches, cfg.partitions
         )
-        schedule = runtime.begin_step(body.function.__name__, schedule, again)
+        try:
+            with smp_errors():
+                schedule = runtime.begin_step(body.function.__name__, schedule, again)
+        except BaseException as error:
+            executor.leave(error)  # the others may be in the step already
+            raise
         driver = None
         if executor.rank == 0:
             driver = Driver(executor, body, schedule, args, kwargs, seed_of_batch)

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from smddp.modelparallel.common.buffers import Buffers
+from smddp.modelparallel.common.lost import smp_errors
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.data_parallel.join import Join
 from smddp.modelparallel.data_parallel.replicas import tell_replicas
+from smddp_smp.errors import SMPPeerError
 from smddp_smp.failure import Redo, summary
 
 __all__ = ["Bucket", "DataParallel", "Ranks", "Shards"]
@@ -325,7 +327,16 @@ class DataParallel:
             if self._with_gradients and succeeded:
                 self._steps += 1
         else:
-            totals, redo = self._reduce(failure, redo)
+            try:
+                with smp_errors():
+                    totals, redo = self._reduce(failure, redo)
+            except BaseException as error:
+                for parameter in self.parameters:
+                    parameter.grad = self._old[parameter]
+                self._old = {}
+                if failure and isinstance(error, SMPPeerError):
+                    return  # the failure is what this step raises
+                raise
             if self._with_gradients and not redo:
                 self._steps += 1  # one that is run again counts once
         self._old = {}

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from smddp import _C
 from smddp.modelparallel.job.collectives import Collectives
 from smddp_smp.topology import Topology
 
@@ -102,6 +103,28 @@ class Groups:
     def of(self, kind: str) -> dist.ProcessGroup:
         """Returns this rank's group of a kind, which is a value of `CommGroup`, such as "pp"."""
         return self._by_kind[kind]
+
+    def abort(self, reason: str, lost: bool) -> None:
+        """Ends every wait in these groups, on all ranks, and every later one.
+
+        Only smddp's groups can do that. With others, ranks wait until this process ends, or the
+        timeout.
+
+        Args:
+            reason: for the errors of the other ranks.
+            lost: a rank is gone, so what needs all ranks of the model cannot work any more.
+                Otherwise only the groups of steps end: a script may still save the model.
+        """
+        ended = [self.pipeline, self.order, self.exchange.group, *(self.sharding or ())]
+        ended += [self._by_kind[kind] for kind in (_KINDS if lost else ("dp", "rdp"))]
+        for group in dict.fromkeys(ended):
+            # The default group is not smp's to end.
+            if group is None or group is dist.group.WORLD:
+                continue
+            for kind in group._device_types:
+                backend = group._get_backend(kind)
+                if isinstance(backend, _C.ProcessGroup):
+                    backend.abort_because(reason)
 
     def close(self) -> None:
         """Forgets the groups. Whoever has made the default group destroys it."""

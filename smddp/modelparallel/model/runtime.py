@@ -17,6 +17,7 @@ from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.buffers import Buffers
 from smddp.modelparallel.common.example import Example
+from smddp.modelparallel.common.lost import smp_errors
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.data_parallel.reducer import DataParallel
 from smddp.modelparallel.data_parallel.replicas import abstain, agree
@@ -403,7 +404,8 @@ class ModelRuntime:
         if not failed:
             self._sum.end()
         try:
-            self._gather_redo = self.sharding.end_step(failed)
+            with smp_errors():
+                self._gather_redo = self.sharding.end_step(failed)
         except Exception as error:  # `end_step` raises it, when the others have heard of it
             self._gather_failure = error
 
@@ -437,9 +439,11 @@ class ModelRuntime:
         if self._undecided:
             self._undecided = False
             try:
-                abstain(self.data_parallel.group, failure)
+                with smp_errors():
+                    abstain(self.data_parallel.group, failure)
             except SMPPeerError as error:
-                peer_failure, failure = error, summary(error)
+                if not failure:
+                    peer_failure, failure = error, summary(error)
         try:
             redo, order_matters = self.executor.agree(failure, redo, self._order_mattered)
         except SMPPeerError as error:
@@ -587,6 +591,7 @@ def _executor(state: State) -> Executor:
             topology.rank_in("pp"),
             topology.pp_size,
             state.cfg.stall_warning_seconds,
+            state.groups.abort,
             _order_group(state),
             state.groups.exchange if topology.tp_size > 1 else None,
         )

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smddp.modelparallel.common.lost import smp_errors
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.sharding.shard import Shard
 from smddp.modelparallel.tensor.division import division_of
@@ -16,6 +17,7 @@ from smddp_smp.errors import SMPUsageError
 __all__ = ["clip_grad_norm", "global_norm", "largest", "whole_norm"]
 
 
+@smp_errors()
 def largest(value: torch.Tensor) -> torch.Tensor:
     """Returns the maximum of a tensor over the ranks that share one replica of the model."""
     if state.initialized and state.topology.size_of("mp") > 1:
@@ -25,6 +27,7 @@ def largest(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+@smp_errors()
 def whole_norm(tensor: torch.Tensor, like: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
     """Returns the norm of a tensor; if it belongs to a shard, that of all shards together.
 
@@ -75,6 +78,7 @@ def _norm_of_parts(
     return total
 
 
+@smp_errors()
 def global_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
     """Returns the norm of the gradients of the whole model, each counted once.
 
@@ -91,6 +95,7 @@ def global_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> t
 
     Raises:
         SMPUsageError: norm_type is negative.
+        SMPPeerError: a rank is gone, or has not called it in time.
     """
     if not norm_type >= 0:
         raise SMPUsageError(f"norm_type must be at least 0, not {norm_type}")
@@ -133,6 +138,7 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     Raises:
         SMPUsageError: there is no model, the call is inside a step, no step has begun yet, or
             norm_type is negative.
+        SMPPeerError: a rank is gone, or has not called it in time.
     """
     model = state.current_model()
     if model is None:

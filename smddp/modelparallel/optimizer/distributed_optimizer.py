@@ -167,7 +167,8 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
             SMPUsageError: a step of smp runs, or the optimizer has a parameter that does not belong
                 to the model; with fp16 or bf16 also if a closure is given, or there is a later
                 optimizer.
-            SMPPeerError: with shard_optimizer_state, the step has failed on another replica.
+            SMPPeerError: with shard_optimizer_state, the step has failed on another replica; with
+                sharded data parallelism, a rank is gone, or has not called this in time.
         """
         if state.in_step:
             raise SMPUsageError(

@@ -142,19 +142,11 @@ class Channel:
         self._streams.flush()
         return []
 
-    def abort(self) -> None:
-        """Marks the streams as broken: this rank was interrupted, and waits for no peer."""
-        for peer in self.peers:
-            if peer not in self._ended_peers:
-                self.broken.setdefault(peer, RuntimeError("this rank was interrupted"))
-        self._streams.abort()
-
 
 class _Streams(Protocol):
     """How messages are sent and received: one class for smddp, one for other backends.
 
-    `Channel` says what the methods do; `flush` waits until every send is complete, and `abort` ends
-    the streams of all ranks, if the backend can.
+    `Channel` says what the methods do; `flush` waits until every send is complete.
     """
 
     def open(self) -> None: ...
@@ -166,8 +158,6 @@ class _Streams(Protocol):
     def send(self, peer: int, header: bytes, tensors: Sequence[Any], last: bool) -> None: ...
 
     def flush(self) -> None: ...
-
-    def abort(self) -> None: ...
 
 
 def _is_away(tensor: torch.Tensor) -> bool:
@@ -201,7 +191,6 @@ class _MailboxStreams:
         self.send = self._mailbox.send
         self.interrupt = self._mailbox.interrupt
         self.flush = self._mailbox.flush
-        self.abort = backend.abort
 
     def take(self, block: bool) -> list[Arrival]:
         arrived: list[Arrival] = []
@@ -300,9 +289,6 @@ class _ThreadStreams:
                 self._finish_one()
             works = [self._group.send([part], peer, 0) for part in parts]
             self._sending.append((works, parts))
-
-    def abort(self) -> None:
-        """Does nothing: others hear of an interrupt by END, or when this process ends."""
 
     def flush(self) -> None:
         with self._lock:

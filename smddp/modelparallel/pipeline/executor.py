@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from smddp.modelparallel.common import device
+from smddp.modelparallel.common.lost import as_smp_error
 from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.channel import Arrival, Channel, Ended
@@ -43,6 +44,7 @@ from smddp_smp.failure import (
     choose,
     describe,
     raise_as_error,
+    summary,
 )
 from smddp_smp.order import Announcement, Follower, Leader, TaskName, TaskOrder
 
@@ -81,6 +83,7 @@ class Executor:
         rank: int,
         size: int,
         stall_warning: float,
+        abort: Callable[[str, bool], None],
         replicas: OrderGroup | None = None,
         collectives: StepCollectives | None = None,
     ) -> None:
@@ -91,6 +94,7 @@ class Executor:
             rank: of this process in the group.
             size: of the group.
             stall_warning: seconds after which a step that does not end is logged; 0 for never.
+            abort: see `Groups.abort`.
             replicas: the ranks of other replicas with which this one ends its steps, and runs its
                 tasks in one order; None if there are none.
             collectives: see the class.
@@ -98,7 +102,8 @@ class Executor:
         self.rank, self.size = rank, size
         self.timeline = Timeline()
         self._watch = StallWatch(group, rank, self.timeline, stall_warning if size > 1 else 0.0)
-        self.replicas, self.collectives = replicas, collectives
+        self._abort, self.replicas, self.collectives = abort, replicas, collectives
+        self._left = ""  # why this rank has left the pipeline; empty if it has not
         self._job_ranks = dist.get_process_group_ranks(group) if group is not None else [rank]
         # With one partition the microbatches run one after the other in any case.
         order: TaskOrder | None = None
@@ -185,7 +190,6 @@ class Executor:
         self._failures: list[Failure] = []  # of all ranks, as far as they are known here
         self._cause: BaseException | None = None  # the exception of this rank
         self._end_sent = False
-        self._ended_by_signal = False  # then this rank does not wait for the END of its peers
         self._name = ""  # of the step function
         self._result: StepResult | None = None
         self._reports: dict[int, BufferReport] = {}
@@ -218,9 +222,7 @@ class Executor:
         broken = self._broken()
         if broken is not None:
             self._end_sent = True
-            if self.replicas is not None:
-                # `agree` then tells the other replicas.
-                self.replicas.begin(self)
+            self.leave(broken)
             raise broken
         self._name = name
         self._model, self._driver = model, driver
@@ -269,14 +271,14 @@ class Executor:
             pass  # `_raise_failure` raises the failure below
         except Exception as error:
             self.fail(-1, error)
-        except BaseException as error:
-            self._end_by_signal(error)
+        except BaseException as error:  # a signal
+            self.leave(error)
             raise
         finally:
             try:
                 silent = self._await_ends()
             except BaseException as error:
-                self._end_by_signal(error)
+                self.leave(error)
                 raise
             finally:
                 # DROP may come after this rank has sent END; the task that it makes has to end
@@ -312,7 +314,7 @@ class Executor:
             self.replicas.announce_end()
             self.baton.order.end()
         awaits_decision = self.replicas is not None and self.rank > 0 and not self.divided
-        if awaits_decision and not self._ended_by_signal:
+        if awaits_decision and not self._left:
             # The other members of the order group may have applied a decision that still comes
             # here, and wait for this rank in collectives.
             self._placed.wait(_END_TIMEOUT)
@@ -322,7 +324,7 @@ class Executor:
         self._model.close(bool(self._failures))
         for work, *_ in works:
             work.wait()
-        if self.channel is None or self._ended_by_signal:
+        if self.channel is None or self._left:
             return []
         silent = self.channel.drain(_END_TIMEOUT)
         for peer in silent:
@@ -339,7 +341,7 @@ class Executor:
             See `StepCollectives.complete`. This rank waits for them after its gathers: the calls
             may need a rank that waits in a gather.
         """
-        if self.collectives is None or self.replicas is None or self._ended_by_signal:
+        if self.collectives is None or self.replicas is None or self._left:
             return []
         self.collectives.settle()
         if not self._failures:
@@ -347,12 +349,24 @@ class Executor:
         made = self.replicas.await_stops()
         return self.collectives.complete(made.get(rank, ()) for rank in self.collectives.ranks)
 
-    def _end_by_signal(self, error: BaseException) -> None:
-        """Ends the step because a signal has raised; the pipeline cannot be used again."""
-        self._ended_by_signal = True
+    def leave(self, error: BaseException) -> None:
+        """Takes part in no more steps, because a rank was lost, or a signal has raised here.
+
+        No rank waits for this one in a step any more, nor this one for others: each rank that tries
+        raises, and leaves in its next step. Without a pipeline, and without other replicas to which
+        this rank has to listen, there is nothing to leave.
+
+        Args:
+            error: why.
+        """
+        if self.channel is None and self.replicas is None:
+            self.fail(-1, error)
+            return
+        self._left = self._left or summary(error)
         self.fail(-1, error)
-        if self.channel is not None:
-            self.channel.abort()
+        self._abort(self._left, isinstance(error, Exception))
+        if self.replicas is not None:
+            self.on_leader_ended()
 
     def agree(self, failure: str, redo: bool, order_matters: bool | None) -> tuple[bool, Any]:
         """Ends a step after `run`: from now on, all replicas of the order group know the same.
@@ -372,13 +386,13 @@ class Executor:
             SMPPeerError: the step has not failed here, but on another replica; or a rank is gone.
         """
         findings = self.modules.findings()
-        if self.replicas is None:
+        if self.replicas is None or self._left:
             self.modules.end_step(findings)
             return redo, order_matters
         elsewhere = self._as_elsewhere(failure) if failure else None
         own = Outcome(elsewhere, redo, order_matters, findings)
         try:
-            outcomes = self.replicas.end(own, wait=not self._ended_by_signal)
+            outcomes = self.replicas.end(own)
         except SMPPeerError:
             if failure:
                 return redo, order_matters
@@ -713,6 +727,7 @@ class Executor:
             microbatch: in which it was raised; -1 if not in a microbatch.
             error: the exception.
         """
+        error = as_smp_error(error)
         failure = describe(microbatch, self.rank, error)
         with self._mutex:
             if self._failures:
@@ -823,6 +838,8 @@ class Executor:
 
     def _broken(self) -> SMPPeerError | None:
         """Returns why there can be no step any more; None if there can."""
+        if self._left:
+            return SMPPeerError(f"this rank has left the pipeline in an earlier step: {self._left}")
         if self.channel is not None and self.channel.broken:
             peer, error = next(iter(self.channel.broken.items()))
             return SMPPeerError(f"{self._who(peer)} was lost in an earlier step: {error}")

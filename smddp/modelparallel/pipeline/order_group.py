@@ -158,12 +158,11 @@ class OrderGroup:
             self._news.wait_for(lambda: peers <= self._quiet, self.timeout)
             return {self.ranks[peer]: calls for peer, calls in self._stops.items()}
 
-    def end(self, own: Outcome, wait: bool = True) -> list[Outcome]:
+    def end(self, own: Outcome) -> list[Outcome]:
         """Ends the step: tells the others how it went here, and waits for what they say.
 
         Args:
             own: how it went here.
-            wait: otherwise their streams count as broken, as those of a rank that was interrupted.
 
         Returns:
             How it went on all replicas of the group, in the order of the members; only `own` if the
@@ -176,9 +175,6 @@ class OrderGroup:
             return [own]
         self._open = False
         self._send(Kind.END, own)
-        if not wait:
-            self._channel.abort()
-            return [own]
         for peer in self._channel.drain(self.timeout):
             late = f"it has not ended its step within {self.timeout:g} s"
             self._channel.end(peer, Ended(RuntimeError(late)))
@@ -213,7 +209,7 @@ class OrderGroup:
             while left:
                 arrived = self._channel.take(True)
                 if not arrived and not self._channel.expects:
-                    break  # `end` or `abort` waits no longer
+                    break  # `end` waits no longer
                 for peer, item in arrived:
                     if isinstance(item, Ended):
                         self._note_quiet(peer)

@@ -211,12 +211,14 @@ class Sharding:
 
     def end_step(self, failed: bool) -> bool:
         """Ends the gathers of a step; see `Gathers.end_step`. Waits for the sums of gradients."""
-        self.sums.flush()
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.sums.finish)
+            stack.callback(self._by_address.clear)
+            try:
+                self.sums.flush()
+            except dist.DistError:
+                failed = True  # `finish` raises, too
             return bool(self.entries) and self.gathers.end_step(failed)
-        finally:
-            self._by_address.clear()
-            self.sums.finish()
 
     def take_gradient(self, entry: ShardedParameter) -> torch.Tensor | None:
         """Takes the whole gradient that autograd has left, if any, and frees the parameter."""

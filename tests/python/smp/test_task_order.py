@@ -369,11 +369,13 @@ def test_a_failure_on_one_replica_ends_the_step_on_all(where: int) -> None:
             said = "KeyError: 'in the body'"
             if fault != "body":
                 said = f"ZeroDivisionError: in {fault.split()[0]}"
-            wanted = f"SMPMicrobatchError: rank {owner} of the pipeline, microbatch 2: {said}"
+            of_job = 2 * where + owner
+            who = f"rank {owner} of the pipeline" + f" (rank {of_job} of the job)" * where
+            wanted = f"SMPMicrobatchError: {who}, microbatch 2: {said}"
             if rank // 2 != where:
                 wanted = (
                     "SMPPeerError: the step failed on another replica of the model, on rank "
-                    f"{2 * where + owner} of the job: {said}"
+                    f"{of_job} of the job: {said}"
                 )
             assert text == wanted, (rank, fault)
             assert without_gradients in ([], [wanted])

@@ -399,6 +399,10 @@ class Model:
         pass
 
 
+def _leave(reason: str, lost: bool) -> None:
+    raise AssertionError(f"no rank is lost here, and one leaves: {reason}")
+
+
 class Rank(Executor):
     """One rank of a job. It serves tasks of programs in place of segments."""
 
@@ -406,7 +410,7 @@ class Rank(Executor):
         self.job, self.topology, self.number = job, topology, topology.rank
         groups: Any = {kind: job.group(kind, self.number) for kind in ("pp", "order", "tp")}
         super().__init__(
-            *(groups["pp"], topology.rank_in("pp"), topology.pp_size, 0.0),
+            *(groups["pp"], topology.rank_in("pp"), topology.pp_size, 0.0, _leave),
             OrderGroup(groups["order"], TIMEOUT),
             Collectives(groups["tp"]),
         )
