@@ -5,6 +5,7 @@
 // end continues on TensorFlow's threads, not on the engine's.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -66,74 +67,85 @@ class Order {
   // `seconds`. One of them, once.
   void enter(int number, double seconds, tensorflow::Env* env, std::function<void()> action,
              std::function<void(const std::string&)> expired) {
-    uint64_t ticket = 0;
+    const auto wait = std::chrono::duration<double>(seconds);
+    const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(wait);
     {
       const std::lock_guard lock(mutex_);
-      ticket = ++lastTicket_;
-      waiting_[number].push_back({ticket, std::move(action), std::move(expired)});
+      waiting_.insert({number, {deadline, std::move(action), std::move(expired)}});
       if (isRunning_) return;
       isRunning_ = true;
     }
-    if (!run()) {
-      env->SchedClosureAfter(static_cast<int64_t>(seconds * 1e6),
-                             [this, number, ticket] { expire(number, ticket); });
-    }
+    run(env);
   }
 
  private:
+  using Clock = std::chrono::steady_clock;
+
   struct Entry {
-    uint64_t ticket;
+    Clock::time_point deadline;
     std::function<void()> action;
     std::function<void(const std::string&)> expired;
   };
 
-  // Runs what is next. False: something waits.
-  bool run() {
+  using Entries = std::multimap<int, Entry>;  // by number; those of one number as they came
+
+  // Runs what is next, until that has not come yet.
+  void run(tensorflow::Env* env) {
     while (true) {
-      Entry entry;
+      Entries::node_type entry;
       {
         const std::lock_guard lock(mutex_);
-        auto& ready = waiting_[next_];
-        if (ready.empty()) {
-          waiting_.erase(next_);
+        entry = waiting_.extract(next_);
+        if (entry.empty()) {
           isRunning_ = false;
-          return waiting_.empty();
+          watch(env);
+          return;
         }
-        entry = std::move(ready.front());
-        ready.erase(ready.begin());
-        if (ready.empty()) waiting_.erase(next_);
         next_ = (next_ + 1) % count_;
       }
-      entry.action();
+      entry.mapped().action();
     }
   }
 
-  void expire(int number, uint64_t ticket) {
-    Entry entry;
+  // Lets what waits expire. Needs the mutex. A thread of TensorFlow sleeps for this until the first deadline, also if all
+  // goes well meanwhile; so it is one thread, and not one for each operation.
+  void watch(tensorflow::Env* env) {
+    if (isWatched_ || waiting_.empty()) return;
+    isWatched_ = true;
+    const auto first =
+        std::min_element(waiting_.begin(), waiting_.end(), [](const auto& one, const auto& other) {
+          return one.second.deadline < other.second.deadline;
+        });
+    const auto wait =
+        std::chrono::ceil<std::chrono::microseconds>(first->second.deadline - Clock::now());
+    env->SchedClosureAfter(std::max<int64_t>(wait.count(), 0), [this, env] { expire(env); });
+  }
+
+  void expire(tensorflow::Env* env) {
+    Entries late;
     int missing = 0;
     {
       const std::lock_guard lock(mutex_);
-      const auto found = waiting_.find(number);
-      if (found == waiting_.end()) return;
-      auto& entries = found->second;
-      const auto at = std::find_if(entries.begin(), entries.end(),
-                                   [&](const Entry& one) { return one.ticket == ticket; });
-      if (at == entries.end()) return;
-      entry = std::move(*at);
-      entries.erase(at);
-      if (entries.empty()) waiting_.erase(found);
+      const auto now = Clock::now();
+      for (auto at = waiting_.begin(); at != waiting_.end();) {
+        const auto entry = at++;
+        if (entry->second.deadline <= now) late.insert(waiting_.extract(entry));
+      }
       missing = next_;
+      isWatched_ = false;
+      watch(env);
     }
-    entry.expired("number " + std::to_string(missing) + " of " + std::to_string(count_) +
-                  " has not come, which has to go before number " + std::to_string(number));
+    for (const auto& [number, entry] : late) {
+      entry.expired("number " + std::to_string(missing) + " of " + std::to_string(count_) +
+                    " has not come, which has to go before number " + std::to_string(number));
+    }
   }
 
   const int count_;
   std::mutex mutex_;
-  std::map<int, std::vector<Entry>> waiting_;
+  Entries waiting_;
   int next_ = 0;
-  bool isRunning_ = false;
-  uint64_t lastTicket_ = 0;
+  bool isRunning_ = false, isWatched_ = false;
 };
 
 Order& orderOf(smddp_group* group, int count) {
