@@ -38,24 +38,30 @@ class _Compressor:
     """Sends tensors as they are."""
 
     @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
-        """Returns what is sent, and the type that `decompress` needs."""
-        return tensor, tensor.dtype
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Returns what is sent, and what `decompress` needs."""
+        return tensor, None
 
     @staticmethod
-    def decompress(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
         """Returns the tensor in its own type."""
-        return tensor if tensor.dtype == dtype else tf.cast(tensor, dtype)
+        return tensor
 
 
 class _Half(_Compressor):
     """Sends floating-point tensors as float16."""
 
     @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
-        """Returns what is sent, and the type that `decompress` needs."""
-        sent = tf.cast(tensor, tf.float16) if tensor.dtype.is_floating else tensor
-        return sent, tensor.dtype
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Returns what is sent, and what `decompress` needs."""
+        value = tf.convert_to_tensor(tensor)
+        sent = tf.cast(value, tf.float16) if value.dtype.is_floating else value
+        return sent, value.dtype
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
+        """Returns the tensor in its own type."""
+        return tf.cast(tensor, context)
 
 
 class Compression:
@@ -65,12 +71,9 @@ class Compression:
     fp16 = _Half
 
 
-def _attributes(group: smddp_numpy.Group) -> dict[str, Any]:
-    return {"group": group._use().value, "timeout": job.timeout()}
-
-
-def _through_numpy(call: Any, tensor: tf.Tensor, shape: Any = None) -> tf.Tensor:
+def _through_numpy(call: Any, given: Any, shape: Any = None) -> tf.Tensor:
     """Runs a call on an array; stateful, so TensorFlow keeps the order of the program."""
+    tensor = tf.convert_to_tensor(given)
     if tf.executing_eagerly():
         return tf.convert_to_tensor(call(np.asarray(tensor.numpy())))
     result = tf.numpy_function(call, [tensor], tensor.dtype)
@@ -106,21 +109,15 @@ def allreduce_all(
             a graph may run them in another one. 0: the order of the program counts.
     """
     _check(tensors, op)
-    sent, types = [], []
-    for tensor in tensors:
-        value, kind = compression.compress(tf.convert_to_tensor(tensor))
-        sent.append(value)
-        types.append(kind)
-    results: list[Any] = [None] * len(sent)
-    for kind in dict.fromkeys(value.dtype for value in sent):
-        places = [i for i, value in enumerate(sent) if value.dtype == kind]
-        made = _reduced([sent[i] for i in places], op, number, count)
-        for i, value in zip(places, made, strict=True):
-            results[i] = compression.decompress(value, types[i])
-    return results
+    sent = [compression.compress(tensor) for tensor in tensors]
+    made = _reduced([value for value, _ in sent], op, number, count)
+    return [
+        compression.decompress(value, context)
+        for value, (_, context) in zip(made, sent, strict=True)
+    ]
 
 
-def _reduced(tensors: list[tf.Tensor], op: ReduceOp, number: int, count: int) -> list[tf.Tensor]:
+def _reduced(tensors: list[Any], op: ReduceOp, number: int, count: int) -> list[tf.Tensor]:
     operations = kernels.load()
     if operations is None:
         group = job.group()
@@ -129,13 +126,12 @@ def _reduced(tensors: list[tf.Tensor], op: ReduceOp, number: int, count: int) ->
             return group.allreduce(array, op=op.value)
 
         return [_through_numpy(call, tensor) for tensor in tensors]
-    how: dict[str, Any] = {"tensors": tensors, "op": int(op.value)}
     if count:
-        place = {"number": number, "count": count}
-        how |= _attributes(job.numbered_group())
-        return list(operations.smddp_allreduce(**how, **place))
-    how |= _attributes(job.group())
-    return list(operations.smddp_allreduce_in_order(**how))
+        handle = job.numbered_group()._use().value
+        return list(
+            operations.smddp_allreduce(tensors, handle, op.value, number, count, job.timeout())
+        )
+    return list(operations.smddp_allreduce_in_order(tensors, job.group()._use().value, op.value))
 
 
 def allreduce(
@@ -156,7 +152,8 @@ def allreduce(
 
     Raises:
         ValueError: the number is not among them, or `op` is no ReduceOp.
-        TypeError: the tensor is sparse, or of a type that cannot be communicated.
+        TypeError: the tensor is sparse, or of a type that cannot be communicated. For the latter,
+            eager code raises tf.errors.InvalidArgumentError instead.
     """
     if not 0 <= param_index < num_params:
         raise ValueError(f"smddp: param_index {param_index} is not in 0 to {num_params - 1}")
@@ -180,11 +177,11 @@ def oob_allreduce(
 
 def allgather(tensor: Any) -> tf.Tensor:
     """Returns the tensors of all ranks, of one shape, one after the other: [ranks, ...]."""
-    value = tf.convert_to_tensor(tensor)
+    group = job.group()
     operations = kernels.load()
     if operations is not None:
-        return operations.smddp_allgather(tensor=value, **_attributes(job.group()))
-    group = job.group()
+        return operations.smddp_allgather(tensor, group._use().value)
+    value = tf.convert_to_tensor(tensor)
     return _through_numpy(group.allgather, value, [group.size, *value.shape])
 
 
@@ -197,16 +194,15 @@ def broadcast(tensor: Any, root_rank: int) -> tf.Tensor:
     group = job.group()
     if not 0 <= root_rank < group.size:
         raise ValueError(f"smddp: root_rank {root_rank} is no rank of {group.size}")
-    value = tf.convert_to_tensor(tensor)
     operations = kernels.load()
     if operations is not None:
-        return operations.smddp_broadcast(tensor=value, root=root_rank, **_attributes(group))
+        return operations.smddp_broadcast(tensor, group._use().value, root_rank)
 
     def call(array: np.ndarray[Any, Any]) -> Any:
         # A copy that can be written to; TensorFlow gives numbers for tensors without dimensions.
         return group.broadcast(np.array(array), root_rank)
 
-    return _through_numpy(call, value)
+    return _through_numpy(call, tensor)
 
 
 def broadcast_variables(variables: Any, root_rank: int) -> None:

@@ -58,15 +58,15 @@ def averaged(
 
 
 def _buckets(gradients: list[Any], places: list[int], most: int) -> list[list[int]]:
-    """Divides them from the last to the first; each bucket has one type, and `most` bytes."""
+    """Divides them from the last to the first; a bucket has one gradient, or `most` bytes."""
     buckets: list[list[int]] = []
-    room, kind = 0, None
+    room = 0
     for place in reversed(places):
         gradient = gradients[place]
         size = (gradient.shape.num_elements() or 0) * gradient.dtype.size
-        if not buckets or size > room or gradient.dtype != kind:
+        if not buckets or size > room:
             buckets.append([])
-            room, kind = most, gradient.dtype
+            room = most
         buckets[-1].append(place)
         room -= size
     return buckets

@@ -5,6 +5,7 @@
 // end continues on TensorFlow's threads, not on the engine's.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -18,6 +19,7 @@
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/platform/unbounded_work_queue.h"
 
 namespace {
 
@@ -66,74 +68,85 @@ class Order {
   // `seconds`. One of them, once.
   void enter(int number, double seconds, tensorflow::Env* env, std::function<void()> action,
              std::function<void(const std::string&)> expired) {
-    uint64_t ticket = 0;
+    const auto wait = std::chrono::duration<double>(seconds);
+    const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(wait);
     {
       const std::lock_guard lock(mutex_);
-      ticket = ++lastTicket_;
-      waiting_[number].push_back({ticket, std::move(action), std::move(expired)});
+      waiting_.insert({number, {deadline, std::move(action), std::move(expired)}});
       if (isRunning_) return;
       isRunning_ = true;
     }
-    if (!run()) {
-      env->SchedClosureAfter(static_cast<int64_t>(seconds * 1e6),
-                             [this, number, ticket] { expire(number, ticket); });
-    }
+    run(env);
   }
 
  private:
+  using Clock = std::chrono::steady_clock;
+
   struct Entry {
-    uint64_t ticket;
+    Clock::time_point deadline;
     std::function<void()> action;
     std::function<void(const std::string&)> expired;
   };
 
-  // Runs what is next. False: something waits.
-  bool run() {
+  using Entries = std::multimap<int, Entry>;  // by number; those of one number as they came
+
+  // Runs what is next, until that has not come yet.
+  void run(tensorflow::Env* env) {
     while (true) {
-      Entry entry;
+      Entries::node_type entry;
       {
         const std::lock_guard lock(mutex_);
-        auto& ready = waiting_[next_];
-        if (ready.empty()) {
-          waiting_.erase(next_);
+        entry = waiting_.extract(next_);
+        if (entry.empty()) {
           isRunning_ = false;
-          return waiting_.empty();
+          watch(env);
+          return;
         }
-        entry = std::move(ready.front());
-        ready.erase(ready.begin());
-        if (ready.empty()) waiting_.erase(next_);
         next_ = (next_ + 1) % count_;
       }
-      entry.action();
+      entry.mapped().action();
     }
   }
 
-  void expire(int number, uint64_t ticket) {
-    Entry entry;
+  // Lets what waits expire. Needs the mutex. A thread of TensorFlow sleeps for this until the first deadline, also if all
+  // goes well meanwhile; so it is one thread, and not one for each operation.
+  void watch(tensorflow::Env* env) {
+    if (isWatched_ || waiting_.empty()) return;
+    isWatched_ = true;
+    const auto first =
+        std::min_element(waiting_.begin(), waiting_.end(), [](const auto& one, const auto& other) {
+          return one.second.deadline < other.second.deadline;
+        });
+    const auto wait =
+        std::chrono::ceil<std::chrono::microseconds>(first->second.deadline - Clock::now());
+    env->SchedClosureAfter(std::max<int64_t>(wait.count(), 0), [this, env] { expire(env); });
+  }
+
+  void expire(tensorflow::Env* env) {
+    Entries late;
     int missing = 0;
     {
       const std::lock_guard lock(mutex_);
-      const auto found = waiting_.find(number);
-      if (found == waiting_.end()) return;
-      auto& entries = found->second;
-      const auto at = std::find_if(entries.begin(), entries.end(),
-                                   [&](const Entry& one) { return one.ticket == ticket; });
-      if (at == entries.end()) return;
-      entry = std::move(*at);
-      entries.erase(at);
-      if (entries.empty()) waiting_.erase(found);
+      const auto now = Clock::now();
+      for (auto at = waiting_.begin(); at != waiting_.end();) {
+        const auto entry = at++;
+        if (entry->second.deadline <= now) late.insert(waiting_.extract(entry));
+      }
       missing = next_;
+      isWatched_ = false;
+      watch(env);
     }
-    entry.expired("number " + std::to_string(missing) + " of " + std::to_string(count_) +
-                  " has not come, which has to go before number " + std::to_string(number));
+    for (const auto& [number, entry] : late) {
+      entry.expired("number " + std::to_string(missing) + " of " + std::to_string(count_) +
+                    " has not come, which has to go before number " + std::to_string(number));
+    }
   }
 
   const int count_;
   std::mutex mutex_;
-  std::map<int, std::vector<Entry>> waiting_;
+  Entries waiting_;
   int next_ = 0;
-  bool isRunning_ = false;
-  uint64_t lastTicket_ = 0;
+  bool isRunning_ = false, isWatched_ = false;
 };
 
 Order& orderOf(smddp_group* group, int count) {
@@ -165,8 +178,10 @@ struct Run {
     if (isBeginning) {
       finish();
     } else {
-      // Not here: this is the engine's thread, and TensorFlow may go on with any kernel.
-      context->env()->SchedClosure([this] { finish(); });
+      // Not here: this is the engine's thread, and TensorFlow may go on with any kernel, which may wait. The queue has
+      // a thread for each that waits, and keeps threads, which Env::SchedClosure does not.
+      static auto* queue = new tensorflow::UnboundedWorkQueue(context->env(), "smddp");
+      queue->Schedule([this] { finish(); });
     }
   }
 
@@ -189,13 +204,16 @@ class Collective : public AsyncOpKernel {
       : AsyncOpKernel(construction), collective_(collective) {
     int64_t group = 0;
     OP_REQUIRES_OK(construction, construction->GetAttr("group", &group));
-    OP_REQUIRES_OK(construction, construction->GetAttr("timeout", &timeout_));
     group_ = reinterpret_cast<smddp_group*>(group);
   }
 
  protected:
   // Begins `arguments`, which keep the tensors.
   void begin(Run* run, smddp_arguments arguments, const Tensor& input, const Tensor& output) {
+    if (const absl::Status status = typeOf(input.dtype(), &arguments.type); !status.ok()) {
+      run->end(status);
+      return;
+    }
     arguments.collective = collective_;
     arguments.input = input.data();
     arguments.output = output.data();
@@ -211,7 +229,6 @@ class Collective : public AsyncOpKernel {
   }
 
   smddp_group* group() const { return group_; }
-  double timeout() const { return timeout_; }
 
  private:
   void beginHeld(Run* run, const smddp_arguments& arguments) {
@@ -234,22 +251,17 @@ class Collective : public AsyncOpKernel {
 
   const smddp_collective collective_;
   smddp_group* group_ = nullptr;
-  float timeout_ = 0;
 };
 
-class AllReduce final : public Collective {
+class AllReduceInOrder : public Collective {
  public:
-  explicit AllReduce(OpKernelConstruction* construction)
+  explicit AllReduceInOrder(OpKernelConstruction* construction)
       : Collective(construction, SMDDP_ALLREDUCE) {
     OP_REQUIRES_OK(construction, construction->GetAttr("op", &op_));
-    OP_REQUIRES_OK(construction, construction->GetAttr("number", &number_));
-    OP_REQUIRES_OK(construction, construction->GetAttr("count", &count_));
   }
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
     const int inputs = context->num_inputs();
-    smddp_type type{};
-    OP_REQUIRES_OK_ASYNC(context, typeOf(context->input_dtype(0), &type), done);
     std::vector<Tensor> outputs(static_cast<size_t>(inputs));
     for (int i = 0; i < inputs; ++i) {
       Tensor* output = nullptr;
@@ -260,29 +272,46 @@ class AllReduce final : public Collective {
       outputs[static_cast<size_t>(i)] = *output;
     }
     auto* run = new Run{context, std::move(done), static_cast<size_t>(inputs)};
-    auto beginAll = [this, run, type, outputs] {
+    enter(run, [this, run, outputs = std::move(outputs)] {
       for (size_t i = 0; i < outputs.size(); ++i) {
         smddp_arguments arguments{};
         arguments.count = outputs[i].NumElements();
-        arguments.type = type;
         arguments.op = static_cast<smddp_op>(op_);
         begin(run, arguments, run->context->input(static_cast<int>(i)), outputs[i]);
       }
-    };
-    if (count_ == 0) {
-      beginAll();
-      return;
-    }
-    orderOf(group(), count_)
-        .enter(number_, timeout(), context->env(), std::move(beginAll),
-               [run, inputs](const std::string& missing) {
-                 const auto status = absl::DeadlineExceededError("smddp: allreduce: " + missing);
-                 for (int i = 0; i < inputs; ++i) run->end(status);
-               });
+    });
+  }
+
+ protected:
+  // Calls `beginAll`, which begins the collectives of `run`, once it is their turn.
+  virtual void enter(Run* /*run*/, std::function<void()> beginAll) { beginAll(); }
+
+ private:
+  int op_ = 0;
+};
+
+class AllReduce final : public AllReduceInOrder {
+ public:
+  explicit AllReduce(OpKernelConstruction* construction) : AllReduceInOrder(construction) {
+    int count = 0;
+    OP_REQUIRES_OK(construction, construction->GetAttr("number", &number_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("count", &count));
+    OP_REQUIRES_OK(construction, construction->GetAttr("timeout", &timeout_));
+    order_ = &orderOf(group(), count);
   }
 
  private:
-  int op_ = 0, number_ = 0, count_ = 0;
+  void enter(Run* run, std::function<void()> beginAll) override {
+    order_->enter(number_, timeout_, run->context->env(), std::move(beginAll),
+                  [run](const std::string& missing) {
+                    const auto status = absl::DeadlineExceededError("smddp: allreduce: " + missing);
+                    for (size_t left = run->left; left > 0; --left) run->end(status);
+                  });
+  }
+
+  int number_ = 0;
+  float timeout_ = 0;
+  Order* order_ = nullptr;
 };
 
 class Broadcast final : public Collective {
@@ -294,7 +323,6 @@ class Broadcast final : public Collective {
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
     smddp_arguments arguments{};
-    OP_REQUIRES_OK_ASYNC(context, typeOf(context->input_dtype(0), &arguments.type), done);
     Tensor* output = nullptr;
     OP_REQUIRES_OK_ASYNC(
         context,
@@ -317,7 +345,6 @@ class AllGather final : public Collective {
   // A tensor of each rank, of one shape: [ranks, ...].
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
     smddp_arguments arguments{};
-    OP_REQUIRES_OK_ASYNC(context, typeOf(context->input_dtype(0), &arguments.type), done);
     const Tensor& input = context->input(0);
     tensorflow::TensorShape shape = input.shape();
     shape.InsertDim(0, smddp_size(group()));
@@ -337,33 +364,28 @@ absl::Status unchangedShapes(tensorflow::shape_inference::InferenceContext* cont
   return absl::OkStatus();
 }
 
-// Sums, or whatever `op` (smddp_op) says, each of the tensors over ranks. With a count, operations begin in the order of
-// their numbers, 0 to count - 1, once each and then from the beginning.
-REGISTER_OP("SmddpAllreduce")
-    .Input("tensors: N * T")
-    .Output("results: N * T")
-    .Attr("N: int >= 1")
-    .Attr("T: " SMDDP_TYPES)
+// Sums, or whatever `op` (smddp_op) says, each of the tensors over ranks, in the order of the program: TensorFlow keeps
+// the order of stateful operations.
+REGISTER_OP("SmddpAllreduceInOrder")
+    .Input("tensors: T")
+    .Output("results: T")
+    .Attr("T: list(" SMDDP_TYPES ") >= 1")
     .Attr("group: int")
-    .Attr("timeout: float")
     .Attr("op: int")
-    .Attr("number: int")
-    .Attr("count: int")
+    .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(unchangedShapes);
 
-// The same, in the order of the program: TensorFlow keeps the order of stateful operations.
-REGISTER_OP("SmddpAllreduceInOrder")
-    .Input("tensors: N * T")
-    .Output("results: N * T")
-    .Attr("N: int >= 1")
-    .Attr("T: " SMDDP_TYPES)
+// The same, but operations begin in the order of their numbers, 0 to count - 1, once each and then from the beginning.
+REGISTER_OP("SmddpAllreduce")
+    .Input("tensors: T")
+    .Output("results: T")
+    .Attr("T: list(" SMDDP_TYPES ") >= 1")
     .Attr("group: int")
-    .Attr("timeout: float")
     .Attr("op: int")
-    .Attr("number: int = 0")
-    .Attr("count: int = 0")
-    .SetIsStateful()
+    .Attr("number: int")
+    .Attr("count: int")
+    .Attr("timeout: float")
     .SetIsDistributedCommunication()
     .SetShapeFn(unchangedShapes);
 
@@ -372,7 +394,6 @@ REGISTER_OP("SmddpBroadcast")
     .Output("result: T")
     .Attr("T: " SMDDP_TYPES)
     .Attr("group: int")
-    .Attr("timeout: float")
     .Attr("root: int")
     .SetIsStateful()
     .SetIsDistributedCommunication()
@@ -383,7 +404,6 @@ REGISTER_OP("SmddpAllgather")
     .Output("result: T")
     .Attr("T: " SMDDP_TYPES)
     .Attr("group: int")
-    .Attr("timeout: float")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
@@ -395,7 +415,8 @@ REGISTER_OP("SmddpAllgather")
     });
 
 REGISTER_KERNEL_BUILDER(Name("SmddpAllreduce").Device(tensorflow::DEVICE_CPU), AllReduce);
-REGISTER_KERNEL_BUILDER(Name("SmddpAllreduceInOrder").Device(tensorflow::DEVICE_CPU), AllReduce);
+REGISTER_KERNEL_BUILDER(Name("SmddpAllreduceInOrder").Device(tensorflow::DEVICE_CPU),
+                        AllReduceInOrder);
 REGISTER_KERNEL_BUILDER(Name("SmddpBroadcast").Device(tensorflow::DEVICE_CPU), Broadcast);
 REGISTER_KERNEL_BUILDER(Name("SmddpAllgather").Device(tensorflow::DEVICE_CPU), AllGather);
 

@@ -14,7 +14,15 @@ from smddp_smp.solver import divide_exactly
 from smddp_tensorflow.modelparallel import layers
 from smddp_tensorflow.modelparallel.trace import Trace, handle_of
 
-__all__ = ["Division", "Model", "changed_by_body", "check_reads", "decide", "report"]
+__all__ = [
+    "Division",
+    "Model",
+    "changed_by_body",
+    "check_members",
+    "check_reads",
+    "decide",
+    "report",
+]
 
 # Estimates for the partitioner; only their ratio counts.
 _OPERATIONS, _NETWORK = 5e9, 1e9  # multiplications and bytes per second
@@ -85,7 +93,6 @@ def decide(cfg: Configuration, model: Model, found: Trace) -> Division:
     Raises:
         SMPPartitionError: the model cannot be divided as asked.
     """
-    _check_members(model, found)
     parts = cfg.pipeline_parallel_degree
     if parts == 1:
         owners: list[int | None] = [0] * len(model.layers)
@@ -98,7 +105,12 @@ def decide(cfg: Configuration, model: Model, found: Trace) -> Division:
     return division
 
 
-def _check_members(model: Model, found: Trace) -> None:
+def check_members(model: Model, found: Trace) -> None:
+    """Checks that the layers with weights that a step calls belong to the model.
+
+    Raises:
+        SMPPartitionError: one does not.
+    """
     for layer in found.called:
         if id(layer) not in model.numbers and layer.weights:
             raise SMPPartitionError(
@@ -260,7 +272,6 @@ def check_reads(model: Model, division: Division, found: Trace) -> None:
     Raises:
         SMPPartitionError: they are not.
     """
-    _check_members(model, found)
     holders: dict[int, int] = {}
     for number, own in enumerate(model.own):
         for weight in own:

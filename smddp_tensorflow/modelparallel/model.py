@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
 
 from smddp_smp.errors import SMPPartitionError, SMPUsageError
 from smddp_tensorflow.modelparallel import job, layers
-from smddp_tensorflow.modelparallel.division import Division, Model, check_reads, decide, report
+from smddp_tensorflow.modelparallel.division import (
+    Division,
+    Model,
+    check_members,
+    check_reads,
+    decide,
+    report,
+)
 from smddp_tensorflow.modelparallel.trace import Trace
 from smddp_tensorflow.modelparallel.values import as_tensor
 
@@ -88,6 +95,17 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
                 "the model is divided over several ranks: call it inside a function under smp.step"
             )
         return super().__call__(*args, **kwargs)
+
+    def train_step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuses `fit` and `train_on_batch`: each rank would train a whole model of its own.
+
+        Raises:
+            SMPUsageError: always.
+        """
+        raise SMPUsageError(
+            "model.fit and model.train_on_batch cannot train an smp.DistributedModel: write the "
+            "loop, and call a function under smp.step in it"
+        )
 
     def _here(self, variables: Any) -> Any:
         divided = self.__dict__.get("_divided")
@@ -196,10 +214,11 @@ def plan(model: DistributedModel, found: Trace) -> _Divided:
             ranks.
     """
     divided: _Divided | None = model._divided
+    outline = Model(model) if divided is None else divided.model
+    check_members(outline, found)
     if divided is not None:
-        check_reads(divided.model, divided.division, found)
+        check_reads(outline, divided.division, found)
         return divided
-    outline = Model(model)
     planned = _Divided(outline, decide(job.cfg(), outline, found))
     if job.rank() == 0:
         report(planned.division, outline, job.pp_size())

@@ -68,6 +68,17 @@ def collectives() -> None:
                     assert np.array_equal(found.numpy(), expected.numpy()), (shape, kind)
     mean = sdp.oob_allreduce(tf.constant([1.0, 2.0]) * (me + 1))
     np.testing.assert_allclose(mean, np.array([1.0, 2.0]) * (size + 1) / 2)
+    mixed = [tf.Variable(3.0), tf.Variable(5.0, dtype=tf.float64)]
+
+    def gradient() -> Any:
+        with sdp.DistributedGradientTape(tf.GradientTape()) as tape:
+            product = tf.cast(mixed[0], tf.float64) * mixed[1] * (me + 1)
+        return tape.gradient(product, mixed)
+
+    for function in (gradient, tf.function(gradient)):
+        for found, variable, expected in zip(function(), mixed, (5.0, 3.0), strict=True):
+            assert found.dtype == variable.dtype
+            assert float(found) == expected * (size + 1) / 2
     half = sdp.oob_allreduce(tf.constant([1 / 3]), compression=sdp.Compression.fp16)
     assert half.dtype == tf.float32
     np.testing.assert_allclose(half, [1 / 3], rtol=1e-3)
@@ -130,9 +141,13 @@ def numbered() -> None:
             ]
             return [value for _, value in sorted(found, key=lambda pair: pair[0])]
 
+        threads = []
         for _ in range(20):
             values = [float(value[0]) for value in step(x)]
             assert values == [2.0 * (number + 1) for number in range(count)]
+            threads.append(len(os.listdir("/proc/self/task")))
+        # At most one for each operation of a step, although those of many steps have waited.
+        assert threads[-1] - threads[0] < count + 10, threads
     sdp.shutdown()
 
 

@@ -118,11 +118,7 @@ def model_parallel() -> dict[str, int]:
     ("job", "arguments"),
     [
         pytest.param(data_parallel, [False], id="eager"),
-        pytest.param(
-            *(data_parallel, [True]),
-            id="graph",
-            marks=pytest.mark.xfail(strict=True, reason="it grows by about 6 KB a step"),
-        ),
+        pytest.param(data_parallel, [True], id="graph"),
         pytest.param(model_parallel, [], id="model-parallel"),
     ],
 )

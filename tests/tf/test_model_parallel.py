@@ -537,7 +537,12 @@ def misuse() -> dict[str, str]:
     boom.armed = rank == 1
     found["boom"] = said(smp, step, x)
     boom.armed = False
+    model.compile("sgd", "mse")
+    found["fit"] = said(smp, lambda: model.fit(x, x, verbose=0))
     assert [float(tf.reduce_sum(gradient.accumulate())) for gradient in step(x)] == before
+    model = begin(*two)
+    model.compile("sgd", "mse")
+    found["fit before a step"] = said(smp, lambda: model.fit(x, x[:, :2], verbose=0))
     smp.shutdown()
     return found
 
@@ -569,6 +574,8 @@ def test_errors_are_named_on_all_ranks() -> None:
         "empty": "SMPPartitionError: partition 1 gets no layer with weights",
         "crossing": "on partition 0 uses a weight of layer",
         "boom": "SMPMicrobatchError: rank 1 of the pipeline, microbatch 1: KeyError",
+        "fit": "SMPUsageError: model.fit and model.train_on_batch cannot train",
+        "fit before a step": "SMPUsageError: model.fit and model.train_on_batch cannot train",
     }
     first, second = jobs.run(misuse, "2")
     assert first.pop("one rank").startswith("SMPConfigurationError: rank 1: ")
