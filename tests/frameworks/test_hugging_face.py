@@ -81,6 +81,12 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "GPT2Config",
         {**GPT, "n_head": 4, "n_positions": 20, "vocab_size": 60, "add_cross_attention": True},
     ),
+    "gpt2 no encoder": (
+        "gpt2",
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {**GPT, "n_head": 4, "n_positions": 20, "vocab_size": 60, "add_cross_attention": True},
+    ),
     "gptj": (
         "gptj",
         "GPTJForCausalLM",
