@@ -112,6 +112,7 @@ test-frameworks: setup  ## Lightning, Accelerate, transformers, Ray, DeepSpeed o
 	@tools/setup.sh frameworks
 	@tools/setup.sh transformers-4.27
 	build/frameworks/bin/python -m pytest -q -s tests/frameworks
+	PYTHONPATH=$(CURDIR)/build/transformers-4.27 build/frameworks/bin/python -m pytest -q -s tests/frameworks/test_hugging_face.py
 
 .PHONY: sanitize
 sanitize: sanitize-address,undefined sanitize-thread  ## the C++ tests under ASan with UBSan, and under TSan

@@ -16,6 +16,7 @@ from smddp_smp.errors import (
 
 __all__ = [
     "ArgumentChangedError",
+    "CallsDifferError",
     "Elsewhere",
     "Failure",
     "OrderMattersError",
@@ -35,6 +36,10 @@ class StructureChangedError(Exception):
 
 class ArgumentChangedError(Exception):
     """Code has changed an argument in place before its call was sent, or had a result."""
+
+
+class CallsDifferError(Exception):
+    """Replicas that run their tasks in one order do not wait for the results of the same calls."""
 
 
 class OrderMattersError(Exception):
@@ -84,7 +89,8 @@ class Failure(NamedTuple):
         trace: its traceback.
         pickled: the exception itself; None if it does not pickle.
         redo: the program has no error. What smp had assumed, about a structure, an argument,
-            buffers or the order of parameters, was wrong, so the step is run again.
+            buffers, the order of parameters or the calls of other replicas, was wrong, so the step
+            is run again.
         order_matters: smp had assumed that no buffer changes that other ranks read.
         elsewhere: the failure of another replica that made this one end the step; None if it has
             failed itself.
@@ -160,7 +166,7 @@ def describe(microbatch: int, rank: int, error: BaseException) -> Failure:
     except Exception:
         pickled = None
     order_matters = isinstance(error, OrderMattersError)
-    wrong = StructureChangedError, ArgumentChangedError, PlanChangedError
+    wrong = StructureChangedError, ArgumentChangedError, PlanChangedError, CallsDifferError
     redo = order_matters or isinstance(error, wrong)
     return Failure(microbatch, rank, text, trace, pickled, redo, order_matters)
 

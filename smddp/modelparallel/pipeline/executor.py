@@ -35,9 +35,11 @@ from smddp.modelparallel.pipeline.step import (
     StepResult,
 )
 from smddp.modelparallel.pipeline.timeline import Timeline
+from smddp.modelparallel.pipeline.waits import Waits
 from smddp_smp.baton import Aborted, Baton, Priority, Task, Ticket
 from smddp_smp.errors import SMPPeerError, SMPUsageError
 from smddp_smp.failure import (
+    CallsDifferError,
     Elsewhere,
     Failure,
     Redo,
@@ -107,7 +109,9 @@ class Executor:
         self._job_ranks = dist.get_process_group_ranks(group) if group is not None else [rank]
         # With one partition the microbatches run one after the other in any case.
         order: TaskOrder | None = None
+        self._waits: Waits | None = None
         if replicas is not None and size > 1:
+            self._waits = Waits(replicas.tell_of_wait, self._calls_differ)
             order = Leader(replicas.announce)
             if not replicas.leads:
                 order = Follower(self._diverged, lambda: self._order_over.set())
@@ -153,6 +157,7 @@ class Executor:
     def adopt(self, modules: Modules) -> None:
         """Serves a model from now on; all ranks do so at the same point of the script."""
         self.divided = self.size == 1
+        modules.waits = self._waits
         self.caller.forget()
         self.server.adopt(modules)
 
@@ -237,6 +242,8 @@ class Executor:
         if self.baton.order is not None:
             self.baton.order.alone = not self.divided
             self.baton.order.observer = self.modules.observer
+        if self._waits is not None:
+            self._waits.begin_step()
         if self.channel is not None:
             self.channel.open()
         if self.collectives is not None:
@@ -641,6 +648,11 @@ class Executor:
         with self.baton.changing_order() as order:
             order.announce(decisions)
 
+    def on_wait(self, task: int, call: int) -> None:
+        """Compares what replicas wait for; see `OrderEvents`."""
+        assert self._waits is not None
+        self._waits.told(task, call)
+
     def on_leader_ended(self) -> None:
         """Notes that there are no more announcements; see `OrderEvents`."""
         with self.baton.changing_order() as order:
@@ -690,6 +702,13 @@ class Executor:
             left = min(left, wait)
         return left
 
+    def _calls_differ(self) -> None:
+        """Ends the step, which is run again: this time every replica waits for every call."""
+        with self._mutex:
+            # Afterwards all ranks of the pipeline know that the step has succeeded here.
+            if not self._end_sent:
+                self.fail(-1, CallsDifferError("only some replicas wait for the result of a call"))
+
     def _diverged(
         self, reason: str, announced: tuple[Any, ...] | None, ready: list[TaskName]
     ) -> None:
@@ -715,6 +734,8 @@ class Executor:
             # leader's replica has not run it any more.
             self.baton.abort()
             self._order_over.set()
+        elif reason == "over" and self.modules.predicts_structures:
+            self._calls_differ()  # perhaps only because one of them has waited
         else:
             self.fail(-1, error)
 

@@ -35,6 +35,7 @@ from smddp.modelparallel.pipeline.remote_tensor import (
     values_of,
 )
 from smddp.modelparallel.pipeline.services import RankServices
+from smddp.modelparallel.pipeline.waits import Waits
 from smddp_smp.errors import SMPUsageError
 from smddp_smp.order import SliceObserver
 
@@ -150,6 +151,7 @@ class Modules:
         buffers_read: (number, name) of the buffers here that other ranks have read in this step.
         surroundings: entered around tasks and modules; None for nothing.
         observer: is told which slices run, if there is an order group; None for nobody.
+        waits: is told for which calls this rank waits, if its tasks have an order; None for nobody.
         replaced: a function of the name of a buffer in the model, which lives here: has code ever
             put another tensor in its place?
         recomputed: the modules that have activation checkpointing where they live, by number: do
@@ -177,6 +179,7 @@ class Modules:
         self.replaced: Callable[[str], bool] = lambda _: False
         self.surroundings: Surroundings | None = None
         self.observer: SliceObserver | None = None
+        self.waits: Waits | None = None
         self.recomputed: dict[int, bool] = {}
         self.offloader: Offloader | None = None
         self.outlook: Outlook | None = None
@@ -453,11 +456,19 @@ class Modules:
         # If gradients are off now but were on when the frame began, this may be inside an autograd
         # function (such as a checkpoint). Autograd would take a lazy tensor for the function's
         # output, and gradients would be lost; so the call waits for its values.
-        if call is not None and (grad or not frame.grad):
+        waits = call is None or (frame.grad and not grad)
+        # Replicas know the same structures, and wait for the same modules.
+        if self.waits is not None and self.predicts_structures and self._with_structure:
+            new = call is None and number not in self._awaited_before
+            self.waits.called(self._baton.task.number, waits, new)  # type: ignore[union-attr,arg-type]
+        if not waits:
+            assert call is not None
             return collector.add(owner, call, tensors, objects, seed)
         call = self._without_structure.setdefault(key, KnownCall(number, method, structure, None))
         collector.add(owner, call, tensors, objects, seed)
         found, value = collector.result_of_last()
+        if self.waits is not None and not predictable(found):
+            self._awaited.add(number)  # so that no replica has to tell the others again
         known = self.forwarding and predictable(found) and self._learned.get(key, found) == found
         self._learned[key] = found if known else None
         return value

@@ -46,6 +46,9 @@ class OrderEvents(Protocol):
     def on_decisions(self, decisions: Sequence[Announcement]) -> None:
         """The leader has decided what runs next."""
 
+    def on_wait(self, task: int, call: int) -> None:
+        """A task of another replica waits for a call; see `Waits.told`."""
+
     def on_leader_ended(self) -> None:
         """The leader has no task left in this step, and has announced everything."""
 
@@ -87,6 +90,7 @@ class OrderGroup:
         # What other members have said in STOP, and has that of all come that will come?
         self._stops: dict[int, list[Any]] = {}
         self._quiet: set[int] = set()
+        self._noted: set[int] = set()  # members that have noted the last WAIT
         self._news = threading.Condition()
         self._events: OrderEvents | None = None
         self._gate = threading.Semaphore(0)
@@ -122,6 +126,18 @@ class OrderGroup:
     def announce_end(self) -> None:
         """Tells the followers that the leader has no task left in this step."""
         self._send(Kind.DECISIONS, None)
+
+    def tell_of_wait(self, task: int, call: int) -> None:
+        """Tells the other members that a task waits for a call; see `Waits.told`.
+
+        It returns when they have noted that, have stopped or ended the step, or are lost. Only the
+        task that has the baton may call it.
+        """
+        peers = set(self._channel.peers)
+        self._noted = set()
+        self._send(Kind.WAIT, (task, call))
+        with self._news:
+            self._news.wait_for(lambda: peers <= self._quiet | self._noted, self.timeout)
 
     def keep_alive(self) -> float:
         """Tells the other members that this rank is in the step, unless that was done recently.
@@ -186,13 +202,13 @@ class OrderGroup:
         outcomes = {**self._outcomes, self._rank: own}
         return [outcomes[member] for member in sorted(outcomes)]
 
-    def _send(self, kind: Kind, header: Any) -> None:
+    def _send(self, kind: Kind, header: Any, peers: Sequence[int] | None = None) -> None:
         with self._send_lock:
             if self._ended or (kind == Kind.STOP and self._stopped):
                 return
             self._stopped |= kind == Kind.STOP
             self._ended |= kind == Kind.END
-            for peer in self._channel.peers:
+            for peer in self._channel.peers if peers is None else peers:
                 if peer in self._channel.broken:
                     continue
                 try:
@@ -227,6 +243,13 @@ class OrderGroup:
             self._tell(lambda events: events.on_leader_ended())
         elif kind == Kind.DECISIONS:
             self._tell(lambda events: events.on_decisions(header))
+        elif kind == Kind.WAIT:
+            self._tell(lambda events: events.on_wait(*header))
+            self._send(Kind.NOTED, None, [peer])
+        elif kind == Kind.NOTED:
+            with self._news:
+                self._noted.add(peer)
+                self._news.notify_all()
         elif kind == Kind.STOP:
             failure, calls = header
             self._note_quiet(peer, calls)

@@ -48,8 +48,8 @@ TensorId = tuple[int, int]
 class Kind(enum.IntEnum):
     """Kinds of messages.
 
-    All ranks are ranks of the pipeline, but those of DECISIONS, STOP and ALIVE, which the members
-    of an order group send each other; so is END, at the end of what they send.
+    All ranks are ranks of the pipeline, but those of DECISIONS, STOP, ALIVE, WAIT and NOTED, which
+    the members of an order group send each other; so is END, at the end of what they send.
 
     The headers, which hold no tensors:
         BEGIN: a `StepBegin`.
@@ -68,6 +68,8 @@ class Kind(enum.IntEnum):
         DECISIONS: a list of `Decision`s, in their order; None if the leader makes no more.
         STOP: (the fields of an `Elsewhere`, what `StepCollectives.stop` has returned).
         ALIVE: None.
+        WAIT: the number of a task, and that of its call; see `Waits.told`.
+        NOTED: None.
     """
 
     BEGIN = 1  # rank 0 to all: a step begins
@@ -81,6 +83,8 @@ class Kind(enum.IntEnum):
     DECISIONS = 9  # leader to the followers: which tasks begin or go on
     STOP = 10  # member to all others: the step has failed, or has to be run again
     ALIVE = 11  # member to all others, in long steps: the receive that waits must not time out
+    WAIT = 12  # member to all others: a task waits for a call whose structure is new there
+    NOTED = 13  # the answer to WAIT
 
 
 class Message(NamedTuple):

@@ -9,6 +9,7 @@ only if all members of an order group run the same slices in the same order.
 from __future__ import annotations
 
 import collections
+import itertools
 import random
 import threading
 import time
@@ -113,6 +114,15 @@ class Program:
 
         for microbatch in range(self.microbatches):
             fill(TaskName("body", microbatch), 0, 0)
+
+    def pairs(self) -> list[tuple[TaskName, TaskName, TaskName]]:
+        """Returns tasks with two calls that they make one after the other on the same rank."""
+        return [
+            (name, first, second)
+            for name, calls in self.calls.items()
+            for (first, place, waits), (second, other, _) in itertools.pairwise(calls)
+            if not waits and place == other and first.kind == second.kind
+        ]
 
     def goes_on(self, name: TaskName) -> bool:
         """Does a task go on with forward work after a wait?"""

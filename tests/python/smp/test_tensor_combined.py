@@ -118,26 +118,53 @@ def squared(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def with_masks() -> list[float]:
-    smp.init({**MASKED, "tensor_parallel_degree": 2, "partitions": 2, "_match_weights": True})
+def with_masks(config: dict[str, Any], divided: str, other: int, since: int) -> int:
+    """Compares losses to those of a whole model; returns how many steps were run again."""
+    smp.init({**MASKED, **config})
     torch.manual_seed(0)
-    net = Masked()
-    smp.set_tensor_parallelism(net.first)
+    net, whole_net = Masked(), Masked()
+    whole_net.load_state_dict(net.state_dict())
+    if divided:
+        smp.set_tensor_parallelism(net.get_submodule(divided))
     model = smp.DistributedModel(net)
     smp.set_partition(net.second, 1)
     smp.set_partition(net.third, 1)
-    losses = []
-    for _ in range(4):
+    for step in range(5):
         x = torch.ones(4, 8)
-        x[:2] *= 1 - 2 * smp.tp_rank()  # rank 1 passes no mask with the first microbatch
-        x[2:] *= -1
-        losses.append(float(squared(model, x).reduce_mean()))
-    return losses
+        if smp.dp_rank() == other and step >= since:
+            x[:2] *= -1  # it passes no mask with the first microbatch from now on
+        loss = squared(model, x).reduce_mean()
+        expected = torch.stack([whole_net(half).square().mean() for half in x.chunk(2)]).mean()
+        torch.testing.assert_close(loss, expected)
+    return model.runtime.steps - 5
 
 
-MASKED = {"ddp": True, "microbatches": 2, "auto_partition": False, "default_partition": 0}
+MASKED = {
+    "ddp": True,
+    "microbatches": 2,
+    "auto_partition": False,
+    "default_partition": 0,
+    "partitions": 2,
+}
+TENSOR = {"tensor_parallel_degree": 2, "_match_weights": True}
 
 
-def test_ranks_of_a_group_may_pass_other_arguments() -> None:
-    for losses in check_ranks(with_masks, "4", timeout=60):
-        assert losses == [losses[0]] * 4
+@pytest.mark.parametrize("since", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
+@pytest.mark.parametrize("other", [0, 1])
+@pytest.mark.parametrize(
+    ("config", "divided"),
+    [
+        *(
+            pytest.param(TENSOR, layer, marks=pytest.mark.exhaustive)
+            for layer in ("first", "second")
+        ),
+        (TENSOR, "third"),
+        (SHARDED, ""),
+        pytest.param({"deterministic_server": True}, "", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_replicas_in_one_order_may_pass_other_arguments(
+    config: dict[str, Any], divided: str, other: int, since: int
+) -> None:
+    again = check_ranks(with_masks, "4", config, divided, other, since, timeout=60)
+    assert again == [int(since > 0)] * 4

@@ -130,9 +130,9 @@ class DistributedTransformerLayer(HiddenStatesModule):
         Raises:
             SMPUsageError: the inputs are others.
         """
-        names = _names(inputs, self.cross_attention is not None)
-        hidden, *others = unpack("DistributedTransformerLayer", inputs, names)
-        states, mask, cross_mask = others if names is _CROSS else (None, *others, None)
+        forms = (_SELF,) if self.cross_attention is None else (_CROSS, _SELF)
+        hidden, *others = unpack("DistributedTransformerLayer", inputs, *forms)
+        states, mask, cross_mask = others if len(others) > 1 else (None, *others, None)
         hidden = self.shortened(hidden)
         if self.parallel_attn_output:
             return (self.lengthened(self._parallel(hidden, mask, positions)), *others)
@@ -146,12 +146,6 @@ class DistributedTransformerLayer(HiddenStatesModule):
         y = self.attention.attended(everything, everything, mask, positions)
         y = y + self.output.transformed(everything)
         return add_residual(hidden, y, self.fp32_residual_addition)
-
-
-def _names(inputs: Any, crossed: bool) -> tuple[str, ...]:
-    """Returns the names of the inputs of a layer with or without cross-attention."""
-    short = isinstance(inputs, (tuple, list)) and len(inputs) == len(_SELF)
-    return _CROSS if crossed and not short else _SELF
 
 
 class DistributedTransformer(HiddenStatesModule):
@@ -234,8 +228,8 @@ class DistributedTransformer(HiddenStatesModule):
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         """Computes all layers; takes and returns the tuple of `DistributedTransformerLayer`."""
-        names = _names(inputs, self.add_cross_attention)
-        hidden, *others = unpack("DistributedTransformer", inputs, names)
+        forms = (_CROSS, _SELF) if self.add_cross_attention else (_SELF,)
+        hidden, *others = unpack("DistributedTransformer", inputs, *forms)
         hidden = self.shortened(hidden)
         if self.input_layernorm is not None:
             hidden = self.input_layernorm(hidden)

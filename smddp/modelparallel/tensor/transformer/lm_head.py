@@ -156,7 +156,8 @@ class DistributedTransformerLMHead(HiddenStatesModule):
                 add_cross_attention (input_ids, attention_mask, token_type_ids, position_ids,
                 cross_states, cross_mask, labels). Ids and labels are [B, S]; masks are [B, S], with
                 1 where a token is masked; cross_states are [B, S2, H]. All but input_ids may be
-                None. Positions without a label, as in padding, have the label -100.
+                None. If cross_states is None or missing with its mask, there is no cross-attention.
+                Positions without a label, as in padding, have the label -100.
 
         Returns:
             Without labels the logits [B, S, vocab_size], or the hidden states [B, S, H] if there is
@@ -167,22 +168,18 @@ class DistributedTransformerLMHead(HiddenStatesModule):
         Raises:
             SMPUsageError: the inputs are others.
         """
-        cross_states, cross_mask = None, None
-        if self.add_cross_attention:
-            ids, mask, types, positions, cross_states, cross_mask, labels = unpack(
-                _OWNER, inputs, _CROSS
-            )
-        else:
-            ids, mask, types, positions, labels = unpack(_OWNER, inputs, _SELF)
+        forms = (_CROSS, _SELF) if self.add_cross_attention else (_SELF,)
+        ids, mask, types, positions, *cross, labels = unpack(_OWNER, inputs, *forms)
         if ids is None:
             raise SMPUsageError(f"{_OWNER}: input_ids is None")
         if labels is not None and not self.add_lm_head:
             raise SMPUsageError(f"{_OWNER}: labels need add_lm_head=True")
         hidden = self._embedded(ids, types, positions)
         mask = _score_mask(mask, hidden.dtype)
-        if self.add_cross_attention:
+        if cross:
+            states, cross_mask = cross
             cross_mask = _score_mask(cross_mask, hidden.dtype)
-            hidden = self.transformer((hidden, cross_states, mask, cross_mask))[0]
+            hidden = self.transformer((hidden, states, mask, cross_mask))[0]
         else:
             hidden = self.transformer((hidden, mask))[0]
         if self.layernorm is not None and self.pre_layernorm:

@@ -84,8 +84,16 @@ def arguments_of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in names if name in given}
 
 
-def unpack(owner: str, inputs: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+def unpack(
+    owner: str, inputs: Any, names: tuple[str, ...], *others: tuple[str, ...]
+) -> tuple[Any, ...]:
     """Returns the values of a tuple of inputs.
+
+    Args:
+        owner: takes them, for the text of an error.
+        inputs: the tuple.
+        names: of the inputs.
+        others: other such names, of tuples with other lengths.
 
     Raises:
         SMPUsageError: it is no tuple, or has another length.
@@ -93,7 +101,7 @@ def unpack(owner: str, inputs: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
     wanted = f"one tuple ({', '.join(names)})"
     if not isinstance(inputs, (tuple, list)):
         raise SMPUsageError(f"{owner} takes {wanted}, not a {type(inputs).__name__}")
-    if len(inputs) != len(names):
+    if len(inputs) not in map(len, (names, *others)):
         raise SMPUsageError(f"{owner} takes {wanted}, not one of length {len(inputs)}")
     return tuple(inputs)
 
