@@ -41,12 +41,13 @@ class Namespaces:
     keeper: int
 
     def enter(self) -> None:
-        """Moves this process into the namespaces.
+        """Moves this process into the namespaces; its folder stays the same.
 
         Raises:
             OSError: this process is not root, or has several threads.
         """
         libc = ctypes.CDLL(None, use_errno=True)
+        folder = os.getcwd()
         for kind in ("net", "ipc", "mnt"):
             descriptor = os.open(f"/proc/{self.keeper}/ns/{kind}", os.O_RDONLY)
             try:
@@ -54,6 +55,7 @@ class Namespaces:
                     raise OSError(ctypes.get_errno(), f"cannot enter the {kind} namespace")
             finally:
                 os.close(descriptor)
+        os.chdir(folder)
 
     def command(self, *arguments: str) -> list[str]:
         """Returns a command line that runs another one inside the namespaces."""
@@ -217,8 +219,9 @@ def launch(network: Network, ranks: int, arguments: list[str]) -> int:
     torchrun += ["--master-addr", network.address(0), "--master-port", "29511"]
     jobs = [
         subprocess.Popen(
-            host.command(*torchrun, "--node-rank", str(number), "--", sys.executable, *arguments),
+            [*torchrun, "--node-rank", str(number), "--", sys.executable, *arguments],
             env={**environment, "SMDDP_NODE_ID": f"host{number}"},
+            preexec_fn=host.enter,
         )
         for number, host in enumerate(network.hosts)
     ]

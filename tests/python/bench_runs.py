@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
+
+import programs
 
 from smddp.bench import Case, Measurement, Timing
 from smddp.bench.operations import Task
@@ -14,10 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=280
-    )
+    return programs.run(*command, timeout=280, **variables)
 
 
 def bench(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -28,7 +28,7 @@ import tempfile
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -77,6 +77,7 @@ class _Run:
     timeout: float
     full_exit: bool
     namespaces: list[hosts.Namespaces] | None  # of each rank
+    modules: tuple[str, ...]
 
 
 # --- in the process of pytest
@@ -110,6 +111,7 @@ def run_ranks(
     rank_0_serves: bool = False,
     full_exit: bool = False,
     network: hosts.Network | None = None,
+    modules: Sequence[str] = (),
 ) -> list[Outcome]:
     """Runs `function(*arguments)` on every rank of a layout.
 
@@ -125,6 +127,8 @@ def run_ranks(
             otherwise they only run the exit handlers.
         network: has a host for each node of the layout, where its ranks run; rank 0 serves the
             store.
+        modules: are imported before the fork, once for this run and all later ones. They must start
+            no thread.
 
     Returns:
         How each rank ended. A rank that failed raises nothing here.
@@ -166,6 +170,7 @@ def run_ranks(
             timeout,
             full_exit,
             namespaces or None,
+            tuple(modules),
         )
         outcomes = _nursery().run(run)
     global _processor
@@ -272,12 +277,8 @@ def serve() -> None:
         importlib.import_module(module)
     # Otherwise each collection of garbage in a rank would write to these, and copy their pages.
     gc.freeze()
-    # At its exit torch unregisters each of its operators, which takes a rank 0.1 s. Ranks only do
-    # what they have registered themselves.
-    atexit._clear()
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False
-    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+    # At its exit torch unregisters each of its operators, which takes a rank 0.1 s.
+    forget_exit_handlers()
 
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     while True:
@@ -288,8 +289,18 @@ def serve() -> None:
         _write(replies, _fork(run))
 
 
+def forget_exit_handlers() -> None:
+    """Lets this process and those that it forks do at their exit only what they register later."""
+    atexit._clear()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+
+
 def _fork(run: _Run) -> list[Outcome]:
     """Forks the ranks of one run; returns how they ended. In the ranks it does not return."""
+    for name in run.modules:
+        importlib.import_module(name)
     # Imported once, here, for all ranks of all its tests.
     module = sys.modules.get(run.module) or _module(run.module, run.file)
     function = getattr(module, run.function)
@@ -374,6 +385,11 @@ def _be_rank(run: _Run, work: Callable[[], Any], rank: int, folder: Path) -> NoR
         code = 1
     if run.full_exit:
         raise SystemExit(code)
+    end(code)
+
+
+def end(code: int) -> NoReturn:
+    """Ends this process after its exit handlers, without taking the interpreter down."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
