@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -41,6 +42,27 @@ def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
         timeout=110,
         check=False,
     )
+
+
+def run_together(
+    command: Sequence[str], environments: Sequence[dict[str, str]]
+) -> list[subprocess.CompletedProcess[str]]:
+    """Runs `python <command>` in new interpreters at the same time, one for each environment."""
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for variables in environments
+    ]
+    texts = [job.communicate(timeout=100) for job in jobs]
+    return [
+        subprocess.CompletedProcess(job.args, job.returncode, *text)
+        for job, text in zip(jobs, texts, strict=True)
+    ]
 
 
 def succeed(script: str, **env: str) -> str:

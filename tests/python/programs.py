@@ -1,4 +1,4 @@
-"""Programs in Python that tests run: forked from the nursery of ranks.py, in place of new interpreters.
+"""Programs in Python that tests run: forked from the nursery of ranks.py, not new interpreters.
 
 A new interpreter needs two seconds of processor time to import torch, and a job under torchrun has
 several. A program here is a process of its own with the arguments, variables, streams and signals
@@ -10,7 +10,6 @@ the end, use interpreters.py.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import io
@@ -144,7 +143,7 @@ def _fork_instead(
     pass_fds: Sequence[int] = (),
     **options: Any,
 ) -> None:
-    """Forks a Python program: the function before exec() becomes the program, so exec() is not called."""
+    """Forks a Python program: the function that runs before exec() becomes it, and stays."""
 
     def program() -> None:
         if preexec_fn is not None:

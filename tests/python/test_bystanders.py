@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from interpreters import environment, install, run, succeed
+from interpreters import environment, install, run, run_together, succeed
 from ranks import ROOT
 
 MPIRUN = {
@@ -199,30 +199,25 @@ dist.destroy_process_group()
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("backend", ["smddp", "cpu:smddp,cuda:gloo"])
 def test_a_bare_mpirun(backend: str, installed: str, tmp_path: Path) -> None:
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", _TRAIN.format(backend=backend)],
-            env=environment(
-                **{
-                    **MPIRUN,
-                    "OMPI_COMM_WORLD_RANK": rank,
-                    "OMPI_COMM_WORLD_LOCAL_RANK": rank,
-                    "PMIX_NAMESPACE": str(tmp_path),
-                    "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
-                    "PYTHONPATH": installed,
-                    "OMP_NUM_THREADS": "1",
-                }
-            ),
-            cwd="/",
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+    script = tmp_path / "train.py"
+    script.write_text(_TRAIN.format(backend=backend))
+    environments = [
+        environment(
+            **{
+                **MPIRUN,
+                "OMPI_COMM_WORLD_RANK": rank,
+                "OMPI_COMM_WORLD_LOCAL_RANK": rank,
+                "PMIX_NAMESPACE": str(tmp_path),
+                "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+                "PYTHONPATH": installed,
+                "OMP_NUM_THREADS": "1",
+            }
         )
         for rank in "01"
     ]
-    done = [job.communicate(timeout=100) for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], done
-    assert [out for out, _ in done] == ["0 0 [2.0, 2.0, 2.0]\n", "1 1 [2.0, 2.0, 2.0]\n"]
+    done = run_together([str(script)], environments)
+    assert [job.returncode for job in done] == [0, 0], done
+    assert [job.stdout for job in done] == ["0 0 [2.0, 2.0, 2.0]\n", "1 1 [2.0, 2.0, 2.0]\n"]
 
 
 def test_smddprun_does_not_import_torch(tmp_path: Path) -> None:

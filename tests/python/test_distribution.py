@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
-from ranks import ROOT
 
 import smddp_launch
 
@@ -213,11 +211,7 @@ def test_model_parallel(tmp_path: Path) -> None:
     distribution.write_text(json.dumps(model_parallel(str(parameters))))
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT)
-    ended = subprocess.run(
-        [sys.executable, "-m", "smddp_launch", "--distribution", str(distribution), str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
+    ended = programs.run("-m", "smddp_launch", "--distribution", str(distribution), str(script))
     assert ended.returncode == 0, ended.stderr
     for rank in range(2):
         assert f'rank {rank} of 2: partition {rank}, {{"sagemaker_mpi_enabled":true' in ended.stdout

@@ -11,7 +11,10 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import interpreters
+import programs
 import pytest
 
 from smddp import doctor
@@ -20,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _diagnose(
-    preparation: str = "", limit: Callable[[], None] | None = None, **variables: str
+    preparation: str = "", run: Callable[..., Any] = programs.run, **variables: str
 ) -> dict[str, tuple[str, str, str]]:
-    """Returns state, text and remedy of the worst finding of each check, in a new interpreter."""
+    """Returns state, text and remedy of the worst finding of each check, in a new process."""
     script = f"""
     import dataclasses, json
     from pathlib import Path
@@ -30,16 +33,8 @@ def _diagnose(
     {preparation}
     print(json.dumps([dataclasses.asdict(finding) for finding in doctor.examine_host()]))
     """
-    kept = {n: v for n, v in os.environ.items() if not n.startswith(("SMDDP_", "OMP_"))}
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=kept | {"OMP_NUM_THREADS": "1"} | variables,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=110,
-        preexec_fn=limit,
-    )
+    ended = run("-c", textwrap.dedent(script), **variables)
+    assert ended.returncode == 0, ended.stderr
     found: dict[str, tuple[str, str, str]] = {}
     for row in json.loads(ended.stdout):
         if row["check"] not in found or row["state"] != "ok":
@@ -47,8 +42,9 @@ def _diagnose(
     return found
 
 
-def _limit(which: int, value: int) -> Callable[[], None]:
-    return lambda: resource.setrlimit(which, (value, value))
+def _limit(which: int, value: int) -> str:
+    """Returns a statement that limits a resource of the process."""
+    return f"import resource; resource.setrlimit({which}, ({value}, {value}))"
 
 
 def _system(tmp_path: Path, card: str = "", clock: str = "tsc", nodes: int = 1) -> str:
@@ -102,7 +98,7 @@ def test_variables(
     ],
 )
 def test_limits(which: int, value: int, check: str, state: str, text: str, remedy: str) -> None:
-    found = _diagnose(limit=_limit(which, value))
+    found = _diagnose(_limit(which, value))
     assert found[check][0] == state, found
     assert text in found[check][1]
     assert remedy in found[check][2]
@@ -121,7 +117,7 @@ def test_machines(
 ) -> None:
     # A limit that no system sets by itself.
     limit = _limit(resource.RLIMIT_MEMLOCK, 64 << 10)
-    found = _diagnose(_system(tmp_path, **system), limit)
+    found = _diagnose(f"{_system(tmp_path, **system)}; {limit}")
     assert found[check][0] == state, found
     assert text in found[check][1]
     assert remedy in found[check][2]
@@ -131,7 +127,12 @@ def test_a_card_without_libfabric(tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     folder.mkdir()
     (folder / "libfabric.so.1").write_text("no library")
-    found = _diagnose(_system(tmp_path, card="efa"), LD_LIBRARY_PATH=str(folder))
+    # The loader reads this variable when a program starts.
+    found = _diagnose(
+        _system(tmp_path, card="efa"),
+        lambda _, script, **variables: interpreters.run(script, **variables),
+        LD_LIBRARY_PATH=str(folder),
+    )
     state, text, remedy = found["network cards"]
     assert state == "fault"
     assert "this host has a card (efa): " in text
@@ -172,18 +173,13 @@ def test_a_rank_that_meets_nobody() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
 def test_hosts_that_do_not_reach_one_another() -> None:
-    command = [sys.executable, "tools/hosts.py", "--hosts", "2", "--", "-m", "smddp.doctor"]
-    good = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
-    )
+    command = [str(ROOT / "tools/hosts.py"), "--hosts", "2", "--", "-m", "smddp.doctor"]
+    good = programs.run(*command)
     assert good.returncode == 0, good.stderr
     assert "✓ all_reduce: 2 ranks" in good.stdout
     assert "host1\n  ✓ settings" in good.stdout
     # Every host has this interface, and reaches only itself there.
-    bad = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"SMDDP_INTERFACE": "lo"},
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
+    bad = programs.run(*command, SMDDP_INTERFACE="lo")
     assert bad.returncode != 0
     assert "✗ all_reduce: " in bad.stdout
     assert "name the network that connects them in SMDDP_INTERFACE" in bad.stdout

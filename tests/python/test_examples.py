@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
+import programs
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,15 +15,9 @@ EXAMPLES = ROOT / "examples"
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
 
 
-def run(*command: str, seconds: float = 360) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environment["PYTHONWARNINGS"] = "ignore"
-    return subprocess.run(
-        [sys.executable, *command],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return programs.run(
+        *command, timeout=360, modules=["sklearn.datasets"], PYTHONWARNINGS="ignore"
     )
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import programs
 import psutil
 import pytest
 import ranks
@@ -220,16 +219,8 @@ dist.destroy_process_group()
 def test_restart_by_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "elastic.py"
     script.write_text(ELASTIC)
-    environment = {**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node=2", "--max-restarts=1", str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=110,
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone"]
+    done = programs.run(*launcher, "--nproc-per-node=2", "--max-restarts=1", str(script))
     for rank in range(2):
         assert f"rank {rank} of generation 1 is through" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0, done.stderr
@@ -258,44 +249,32 @@ dist.destroy_process_group()
 """
 
 
+def _agent(arguments: list[str], variables: dict[str, str], alone: Path) -> None:
+    if os.environ["RANK"] == "1":
+        while not alone.exists():
+            time.sleep(0.05)
+    programs.become(arguments, variables)
+
+
 def test_an_agent_that_joins(tmp_path: Path) -> None:
     """Elastic membership: with --nnodes 1:2 the ranks start again when a second agent comes."""
     script = tmp_path / "members.py"
     script.write_text(MEMBERS)
     with ranks.reserved_port() as port:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
+        command = ["-m", "torch.distributed.run", "--nnodes", "1:2"]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
         # Without restarts: a change of the members is none.
         command += ["--rdzv-id", "members", "--rdzv-conf", "last_call_timeout=1"]
         command += ["--max-restarts", "0", "--monitor-interval", "0.1", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", "1", str(script), str(tmp_path)]
-        environment = {**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1"}
         # Otherwise an agent that stays the first one does not tell the new one where it serves the
         # store (torch 2.15).
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        agents: list[subprocess.Popen[str]] = []
-        try:
-            for _ in range(2):
-                agents.append(
-                    subprocess.Popen(
-                        command,
-                        env=environment,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                        text=True,
-                    )
-                )
-                while agents[0].poll() is None and not (tmp_path / "alone").exists():
-                    time.sleep(0.05)
-            done = [agent.communicate(timeout=100) for agent in agents]
-        finally:
-            for agent in agents:
-                agent.terminate()
-                agent.wait()
-    text = "".join(out for out, _ in done)
+        environment = programs.environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        done = ranks.run_ranks(_agent, "1+1", command, environment, tmp_path / "alone", timeout=100)
+    text = "".join(agent.stdout for agent in done)
     for rank in range(2):
         assert f"rank {rank} of 2 is through" in text, done
-    assert [agent.returncode for agent in agents] == [0, 0], done
+    assert [agent.status for agent in done] == [0, 0], text
 
 
 SPAWNING = """
@@ -327,15 +306,10 @@ def test_start_methods(method: str, tmp_path: Path) -> None:
     method, _, notebook = method.partition(" ")
     # A cell of a notebook is in no file, as what Python reads from its standard input. Others than
     # forked children could not import its functions.
-    file = "-" if notebook else str(script)
-    ended = subprocess.run(
-        [sys.executable, file, str(tmp_path / "store"), method],
-        env={**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1"},
-        input=SPAWNING if notebook else None,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    arguments = [str(tmp_path / "store"), method]
+    if notebook:
+        ended = programs.run("-c", SPAWNING, *arguments)
+    else:
+        ended = programs.run(str(script), *arguments)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "all have ended\n"

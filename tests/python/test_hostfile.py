@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import hosts as namespaces
+import programs
 import pytest
-from ranks import ROOT, reserved_port
+from ranks import reserved_port
 
 import smddp_launch
 
@@ -174,27 +173,17 @@ dist.destroy_process_group()
 """
 
 
-def _run(commands: list[list[str]], **variables: str) -> str:
+def _run(
+    commands: list[list[str]], network: namespaces.Network | None = None, **variables: str
+) -> str:
     """Runs the commands as the agents of node 0 and node 1; returns what their ranks write."""
-    common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    agents = [
-        subprocess.Popen(
-            command,
-            env={**common, "SMDDP_NODE_ID": f"node{node}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for node, command in enumerate(commands)
+    environments = [
+        programs.environment(SMDDP_NODE_ID=f"node{node}", **variables)
+        for node in range(len(commands))
     ]
-    try:
-        done = [agent.communicate(timeout=100) for agent in agents]
-    finally:
-        for agent in agents:
-            agent.terminate()
-            agent.wait()
-    assert [agent.returncode for agent in agents] == [0, 0], done
-    return "".join(out for out, _ in done)
+    done = programs.run_together(commands, environments, network=network)
+    assert [agent.returncode for agent in done] == [0, 0], done
+    return "".join(agent.stdout for agent in done)
 
 
 @pytest.mark.multiprocess
@@ -204,7 +193,7 @@ def test_two_agents_and_a_restart(tmp_path: Path) -> None:
     script, hosts = tmp_path / "train.py", tmp_path / "hosts"
     script.write_text(_SCRIPT)
     hosts.write_text("127.0.0.1 slots=1\n127.0.0.1 slots=1\n")
-    command = [sys.executable, "-m", "smddp_launch", "--hostfile", str(hosts)]
+    command = ["-m", "smddp_launch", "--hostfile", str(hosts)]
     command += ["--max-restarts", "1", "--node-rank"]
     with reserved_port() as port:
         commands = [[*command, str(node), str(script)] for node in range(2)]
@@ -223,8 +212,8 @@ def test_each_host_finds_its_line(tmp_path: Path) -> None:
     script.write_text(_SCRIPT.replace("generation == 0", "generation == 1"))
     with namespaces.Hosts(2) as network:
         hosts.write_text(f"{network.address(0)} slots=1\n{network.address(1)} slots=2\n")
-        command = [sys.executable, "-m", "smddp_launch", "--hostfile", str(hosts), str(script)]
-        text = _run([host.command(*command) for host in network.hosts])
+        command = ["-m", "smddp_launch", "--hostfile", str(hosts), str(script)]
+        text = _run([command] * 2, network)
     assert "0 ['0', '1', 'node0'] [3.0, 3.0, 3.0] of 0" in text
     assert "1 ['0', '2', 'node1'] [3.0, 3.0, 3.0] of 0" in text
     assert "2 ['1', '2', 'node1'] [3.0, 3.0, 3.0] of 0" in text

@@ -12,6 +12,8 @@ import sys
 import types
 from pathlib import Path
 
+import interpreters
+import programs
 import pytest
 
 import smddp_launch
@@ -152,38 +154,36 @@ def test_a_script_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> Non
 
 _UNCHANGED = """
 import os, sys, torch, torch.distributed as dist
-dist.init_process_group(*sys.argv[1:])
-ones = torch.ones(3)
-dist.all_reduce(ones)
-pair = dist.new_group([0, 1], backend="gloo")
-if dist.get_rank() < 2:
-    dist.all_reduce(ones, group=pair)
-groups = [dist.group.WORLD] + ([pair] if dist.get_rank() < 2 else [])
-names = [type(group._get_backend(torch.device("cpu"))).__name__ for group in groups]
-node = os.environ.get("SMDDP_NODE_ID")
-sys.stdout.write(f"rank {dist.get_rank()} {node} {dist.get_backend()} {names} {ones.tolist()}\\n")
-dist.destroy_process_group()
+for asked in (["gloo"], [], ["cpu:gloo,meta:gloo"], ["mpi"]):
+    dist.init_process_group(*asked)
+    rank, ones = dist.get_rank(), torch.ones(3)
+    dist.all_reduce(ones)
+    pair = dist.new_group([0, 1], backend="gloo")
+    if rank < 2:
+        dist.all_reduce(ones, group=pair)
+    groups = [dist.group.WORLD] + ([pair] if rank < 2 else [])
+    names = [type(group._get_backend(torch.device("cpu"))).__name__ for group in groups]
+    node = os.environ.get("SMDDP_NODE_ID")
+    sys.stdout.write(f"{asked} {rank} {node} {dist.get_backend()} {names} {ones.tolist()}\\n")
+    dist.destroy_process_group()
 """
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [["gloo"], [], ["cpu:gloo,meta:gloo"], ["mpi"]])
-def test_a_script_for_another_backend(asked: list[str], tmp_path: Path) -> None:
+def test_a_script_for_another_backend(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_UNCHANGED)
-    command = [sys.executable, "-m", "smddp.launch", "-n", "3", "--nodes", "2+1"]
-    ended = subprocess.run(
-        [*command, "--instead-of", "gloo,mpi", str(script), *asked],
-        capture_output=True, text=True, timeout=110, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    command = ["-m", "smddp.launch", "-n", "3", "--nodes", "2+1", "--instead-of", "gloo,mpi"]
+    # Not forked: smddp reads what it replaces when torch is imported.
+    (ended,) = interpreters.run_together([*command, str(script)], [programs.environment()])
     assert ended.returncode == 0, ended.stderr
     for rank, node in enumerate(["node0", "node0", "node1"]):
         value = [6.0] * 3 if rank < 2 else [3.0] * 3
         names = ["ProcessGroup"] * (2 if rank < 2 else 1)
-        assert f"rank {rank} {node} smddp {names} {value}" in ended.stdout, ended.stdout
-    assert ended.stderr.count("and gets smddp on the CPU") == 1
+        for asked in (["gloo"], [], ["cpu:gloo,meta:gloo"], ["mpi"]):
+            assert f"{asked} {rank} {node} smddp {names} {value}" in ended.stdout, ended.stdout
+    assert ended.stderr.count("and gets smddp on the CPU") == 4
 
 
 @pytest.mark.multiprocess
@@ -194,10 +194,7 @@ def test_the_launcher_reports_the_rank_that_failed(tmp_path: Path) -> None:
         "import os, torch.distributed as dist\ndist.init_process_group('smddp')\n"
         "if os.environ['RANK'] == '1': raise RuntimeError('too hot')\ndist.barrier()\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-m", "smddp.launch", "-n", "2", str(script)],
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
+    ended = programs.run("-m", "smddp.launch", "-n", "2", str(script))
     assert ended.returncode == 1
     assert "RuntimeError: too hot" in ended.stderr
     report = ended.stderr.rpartition("Root Cause")[2]
@@ -248,10 +245,6 @@ SRUN_ON_TWO_NODES = SRUN | {
 }  # fmt: skip
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
 def _script(tmp_path: Path) -> str:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
@@ -270,21 +263,20 @@ def _script(tmp_path: Path) -> str:
 )
 def test_variables_are_enough(variables: dict[str, str], wrapper: bool, tmp_path: Path) -> None:
     """Stands for mpirun or srun where there is none."""
-    command = [sys.executable, _script(tmp_path)]
-    if wrapper:
-        command = [sys.executable, "-m", "smddp_launch", *command]
-    jobs = [
-        subprocess.Popen(
-            command,
-            env=_environment()
-            | {name: value.format(rank=rank, job=tmp_path) for name, value in variables.items()},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    script = _script(tmp_path)
+    environments = [
+        programs.environment(
+            **{name: value.format(rank=rank, job=tmp_path) for name, value in variables.items()}
         )
         for rank in range(2)
-    ]  # fmt: skip
-    done = [job.communicate(timeout=100) for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], done
-    lines = [line for out, _ in done for line in out.splitlines()]
+    ]
+    if wrapper:
+        command = ["-m", "smddp_launch", sys.executable, script]
+        done = programs.run_together([command] * 2, environments)
+    else:  # smddp finds the variables when torch is imported
+        done = interpreters.run_together([script], environments)
+    assert [job.returncode for job in done] == [0, 0], done
+    lines = [line for job in done for line in job.stdout.splitlines()]
     alone = [OUTPUT[0], OUTPUT[0], *OUTPUT[2:]]  # each rank is the first of its node
     assert sorted(lines) == (alone if variables is SRUN_ON_TWO_NODES else OUTPUT)
 
@@ -299,7 +291,8 @@ def _mpirun(launcher: str, *command: str, **variables: str) -> subprocess.Comple
         pytest.skip(f"there is no {launcher}")
     ended = subprocess.run(
         [program, *options, "-n", "2", *command],
-        env=_environment() | variables, capture_output=True, text=True, timeout=100, check=False,
+        env=programs.environment(**variables),
+        capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended

@@ -6,12 +6,11 @@ import importlib
 import inspect
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import ranks
 import torch
@@ -301,12 +300,8 @@ _WITH_TORCH = (
 
 def _train(script: str, file: Path, output: Path) -> Any:
     file.write_text(textwrap.dedent(script))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(file), str(output)]
-    environment = {**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=110, check=False
-    )
+    command = ["-m", "torch.distributed.run", "--standalone"]
+    done = programs.run(*command, "--nproc-per-node", "2", str(file), str(output))
     assert done.returncode == 0, done.stderr
     return json.loads(output.read_text()), done.stderr
 

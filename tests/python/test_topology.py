@@ -7,16 +7,15 @@ import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
+import ranks
 
 from smddp import cli, topology, topology_drawing
-from smddp.bench.launch import reserved_port, start_ranks
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:
@@ -199,15 +198,17 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err.startswith("smddp topo: ")
 
 
+def _be_topology() -> None:
+    os.environ.pop("SMDDP_PROVIDER", None)  # the choice of smddp is what is shown
+    programs.become(["-m", "smddp.topology", "--json"], dict(os.environ))
+
+
 def _job(layout: list[int]) -> Any:
     """Returns what rank 0 of a job prints as JSON; the other ranks print nothing."""
-    command = [sys.executable, "-m", "smddp.topology", "--json"]
-    with reserved_port() as port:
-        started = start_ranks(layout, command, port, subprocess.PIPE)
-        ended = [process.communicate(timeout=110) for process in started]
-    assert all(process.returncode == 0 for process in started), ended
-    assert not any(output for output, _ in ended[1:])
-    return json.loads(ended[0][0])
+    outcomes = ranks.run_ranks(_be_topology, "+".join(map(str, layout)))
+    assert all(outcome.status == 0 for outcome in outcomes), outcomes
+    assert not any(outcome.stdout for outcome in outcomes[1:])
+    return json.loads(outcomes[0].stdout)
 
 
 @pytest.mark.multiprocess

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 import ranks
 import torch
@@ -28,15 +27,8 @@ pytestmark = [
 
 
 def _run(*arguments: str, timeout: float) -> None:
-    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch_suite", *arguments],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
+    done = programs.run(
+        "-m", "torch_suite", *arguments, timeout=timeout, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}"
     )
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]

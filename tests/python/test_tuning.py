@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -14,13 +12,12 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from bench_runs import bench
 
 import smddp
 from smddp.bench import Case, Measurement, Timing, tune
 from smddp.bench.operations import Task
 from smddp.bench.torch_calls import preferring
-
-ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.multiprocess
 
@@ -111,21 +108,14 @@ def test_noise_makes_no_rows() -> None:
 )
 def test_what_is_measured_is_obeyed(layout: str, tmp_path: Path) -> None:
     file = tmp_path / "tuning.txt"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "smddp.bench", layout, "--max-bytes=4096", "--iterations=5"]
-    command += ["--place=in"]
-    done = subprocess.run(
-        [*command, f"--tune={file}"], env=environment, capture_output=True, text=True, timeout=190
-    )
+    options = [layout, "--max-bytes=4096", "--iterations=5", "--place=in"]
+    done = bench(*options, f"--tune={file}")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split() for line in file.read_text().splitlines() if not line.startswith("#")]
     assert rows[0] == ["smddp-tuning", "1"]
     assert len(rows) > 1
     assert {row[1] for row in rows[1:]} == {"1x2" if "ranks" in layout else "2x1"}
-    traced = {**environment, "SMDDP_TUNING_FILE": str(file), "SMDDP_LOG": "trace"}
-    done = subprocess.run(
-        [*command, "--backends=smddp"], env=traced, capture_output=True, text=True, timeout=190
-    )
+    done = bench(*options, "--backends=smddp", SMDDP_TUNING_FILE=str(file), SMDDP_LOG="trace")
     assert done.returncode == 0, done.stdout + done.stderr
     where = next(
         i for i, row in enumerate(file.read_text().splitlines(), 1) if row.startswith("allr")
