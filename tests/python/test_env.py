@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 
 from smddp import env
@@ -52,14 +53,7 @@ def test_insert_replaces_only_what_is_between_the_markers() -> None:
 
 
 def tool(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("SMDDP_")}
-    return subprocess.run(
-        [sys.executable, "-m", "smddp.env", *arguments],
-        env={**clean, "PYTHONPATH": str(ROOT), **variables},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    return programs.run("-m", "smddp.env", *arguments, **variables)
 
 
 def test_the_tool_shows_values_in_force() -> None:

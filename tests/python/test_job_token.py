@@ -6,11 +6,10 @@ import os
 import re
 import socket
 import struct
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
+import programs
 import pytest
 import ranks
 import torch
@@ -49,14 +48,8 @@ def test_whoever_has_another_is_named(layout: str, token: str, seen: str) -> Non
 
 
 def test_the_token_is_never_printed() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "smddp.env"],
-        env={**os.environ, "PYTHONPATH": str(ranks.ROOT), "SMDDP_JOB_TOKEN": "xyzzy"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=True,
-    )
+    done = programs.run("-m", "smddp.env", SMDDP_JOB_TOKEN="xyzzy")
+    assert done.returncode == 0, done.stderr
     assert "SMDDP_JOB_TOKEN=(hidden)  (secret, from the environment)" in done.stdout
     assert "xyzzy" not in done.stdout + done.stderr
 

@@ -238,7 +238,7 @@ def test_gpt_learns_the_same_text_divided_or_whole(tmp_path: Path) -> None:
 
 
 def test_gpt_learns_the_same_sharded_or_whole() -> None:
-    options = ["--steps=21", "--layers=2"]
+    options = ["--steps=11", "--layers=2"]
     plain = output_of(4, "smp_gpt.py", "--partitions=2", *options)
     sharded = output_of(
         4, "smp_gpt.py", "--partitions=2", "--sharding=2", "--checkpointing", *options

@@ -225,8 +225,8 @@ def expected(pp: int, steps: int) -> Any:
 @pytest.mark.parametrize(
     ("pp", "pipeline", "steps", "pauses", "config", "backend"),
     [
-        (2, "interleaved", 100, 0.002, {"active_microbatches": 3}, "smddp"),
-        (2, "simple", 100, 0.002, {}, "smddp"),
+        (2, "interleaved", 40, 0.002, {"active_microbatches": 3}, "smddp"),
+        (2, "simple", 40, 0.002, {}, "smddp"),
         (2, "interleaved", 20, 0.002, {"direct_forwarding": False}, "gloo"),
         (4, "interleaved", 20, 0.005, {}, "smddp"),
         pytest.param(*(2, "interleaved", 2000, 0.002, {}, "smddp"), marks=pytest.mark.exhaustive),
