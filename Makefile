@@ -42,7 +42,7 @@ build:  ## compile the C++ core, its tests and the module
 .PHONY: test
 test:  ## all kinds of test in 34 minutes: C++, Python, C++ again under sanitizers, fuzzers
 	@echo "TEST_TURN=$(TEST_TURN)"
-	@tools/stages.sh prepare test-optimized test-python test-tensorflow-core sanitize-address,undefined fuzz sanitize-thread
+	@tools/stages.sh prepare test-optimized test-tensorflow-core+test-python sanitize-address,undefined fuzz sanitize-thread
 
 .PHONY: prepare
 prepare:  ## install, and build most of what `make test` runs

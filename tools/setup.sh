@@ -62,7 +62,8 @@ environment() {
   [ "$(cat $stamp 2>/dev/null)" != "$key" ] || return 0
   [ -x $venv/bin/python ] || "$python" -m venv $venv
   say "installing torch $torch and the Python packages into $venv (several GB the first time)"
-  $venv/bin/python -m pip install --quiet "torch==$torch.*" -r tools/requirements.txt
+  # Of 12 000 modules, tests import some thousands. Python compiles those when they are first imported.
+  $venv/bin/python -m pip install --quiet --no-compile "torch==$torch.*" -r tools/requirements.txt
   echo "$key" >$stamp
 }
 

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "collectives/algorithms.h"
+#include "support/effort.h"
 
 namespace smddp::collectives {
 
@@ -43,6 +44,15 @@ const std::vector<NamedAlgorithm>& allAlgorithms() {
       {"exchange", Collective::Barrier, barrierExchange, false, false, true},
   };
   return all;
+}
+
+std::vector<NamedAlgorithm> halfOf(const std::vector<NamedAlgorithm>& algorithms) {
+  const test::Share share = test::shareOf(2);
+  std::vector<NamedAlgorithm> taken;
+  for (size_t i = 0; i < algorithms.size(); ++i) {
+    if (share.has(i)) taken.push_back(algorithms[i]);
+  }
+  return taken;
 }
 
 std::ostream& operator<<(std::ostream& out, const NamedAlgorithm& algorithm) {

@@ -30,6 +30,8 @@ struct NamedAlgorithm {
 std::ostream& operator<<(std::ostream& out, const NamedAlgorithm& algorithm);
 
 const std::vector<NamedAlgorithm>& allAlgorithms();
+// Every second one: the others with the next TEST_TURN, and all with ALL_SEEDS=1.
+std::vector<NamedAlgorithm> halfOf(const std::vector<NamedAlgorithm>& algorithms);
 
 inline constexpr int64_t kElementBytes = 4;
 

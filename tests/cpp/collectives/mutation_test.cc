@@ -1,4 +1,5 @@
-// Plans of the real algorithms with one mistake each: the checker must find most of them.
+// Plans of the real algorithms with one mistake each: the checker must find most of them. Half of the algorithms, the
+// others with the next TEST_TURN.
 //
 // Some steps can be removed without harm. They exist because a plan is the same for every chunk and every group:
 // signals for which only a later chunk would wait; waits that the wait of a later chunk covers; flushes of puts whose
@@ -39,7 +40,7 @@ TEST_P(Mutations, AreFound) {
   EXPECT_GT(found, 0.85 * tried) << alive;
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Mutations, testing::ValuesIn(allAlgorithms()), [](const auto& info) {
+INSTANTIATE_TEST_SUITE_P(All, Mutations, testing::ValuesIn(halfOf(allAlgorithms())), [](const auto& info) {
   return fmt::format("{}_{}", toString(info.param.collective), info.param.name);
 });
 
