@@ -4,7 +4,8 @@
 #
 #   tools/stages.sh <target>...
 #
-# a+b runs two targets at the same time, for those that do not use all cores; a prints what it says when both have ended.
+# a+b runs two targets at the same time, for those that do not use all cores. What a says comes when both have ended;
+# its programs ignore SIGINT, as those of each shell's background do.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

@@ -304,8 +304,8 @@ def test_start_methods(method: str, tmp_path: Path) -> None:
     script = tmp_path / "spawning.py"
     script.write_text(SPAWNING)
     method, _, notebook = method.partition(" ")
-    # A cell of a notebook is in no file, as what Python reads from its standard input. Others than
-    # forked children could not import its functions.
+    # A cell of a notebook is in no file, as what `python -c` runs. Others than forked children
+    # could not import its functions.
     arguments = [str(tmp_path / "store"), method]
     if notebook:
         ended = programs.run("-c", SPAWNING, *arguments)

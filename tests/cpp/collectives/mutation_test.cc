@@ -40,9 +40,11 @@ TEST_P(Mutations, AreFound) {
   EXPECT_GT(found, 0.85 * tried) << alive;
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Mutations, testing::ValuesIn(halfOf(allAlgorithms())), [](const auto& info) {
-  return fmt::format("{}_{}", toString(info.param.collective), info.param.name);
-});
+INSTANTIATE_TEST_SUITE_P(All, Mutations, testing::ValuesIn(halfOf(allAlgorithms())),
+                         [](const auto& info) {
+                           return fmt::format("{}_{}", toString(info.param.collective),
+                                              info.param.name);
+                         });
 
 }  // namespace
 }  // namespace smddp::collectives
