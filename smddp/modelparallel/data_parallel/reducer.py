@@ -128,6 +128,8 @@ class DataParallel:
         hook: reduces a bucket in place of the all-reduce; returns a future of the reduced tensor.
         hook_failure: the first error of the hook in this step, or in this backward pass outside
             steps; None if there is none.
+        lost: the first error of the reductions themselves; None if there was none. Replicas may
+            then have ended the step in different ways.
         parameters: what gets a gradient on this rank: parameters, and shards of parameters.
         views: are gradients views of the buckets?
         join: replicas with different numbers of batches.
@@ -183,6 +185,7 @@ class DataParallel:
         self._steps = 0  # steps with gradients so far
         self._next = 0  # the first bucket that is not launched yet
         self.hook_failure: Exception | None = None
+        self.lost: BaseException | None = None
         # Will `_reduce_outside` run when the backward pass ends?
         self._outside = False
 
@@ -328,15 +331,18 @@ class DataParallel:
                 self._steps += 1
         else:
             try:
-                with smp_errors():
-                    totals, redo = self._reduce(failure, redo)
+                totals, redo = self._reduce(failure, redo)
+            except SMPPeerError:
+                raise  # all replicas know of this one
             except BaseException as error:
+                self.lost = error
                 for parameter in self.parameters:
                     parameter.grad = self._old[parameter]
                 self._old = {}
-                if failure and isinstance(error, SMPPeerError):
+                if failure and isinstance(error, dist.DistError):
                     return  # the failure is what this step raises
-                raise
+                with smp_errors():
+                    raise
             if self._with_gradients and not redo:
                 self._steps += 1  # one that is run again counts once
         self._old = {}

@@ -462,7 +462,14 @@ class ModelRuntime:
         except Redo:
             self.buffers.restore()
             raise
+        except Exception as error:
+            if self.executor.size > 1 and error is self.data_parallel.hook_failure:
+                # For other partitions the step has succeeded, and they cannot undo it.
+                self.executor.leave(error)
+            raise
         finally:
+            if self.data_parallel.lost is not None:
+                self.executor.leave(self.data_parallel.lost)
             self._sum.release()
             if self.sharding is not None:
                 self.sharding.gathers.leave_step()

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from ranks import check_ranks, run_ranks
+from ranks import arrive, await_ranks, check_ranks, run_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -453,11 +453,15 @@ def hooked_passes() -> list[Any]:
     return seen
 
 
-def hook_fails(when: str, fails_in: int) -> list[Any]:
+def hook_fails(when: str, fails_in: int, pp: int = 1) -> list[Any]:
     """A hook fails in one step on rank 1 alone; returns what each step has raised and left."""
-    smp.init({"partitions": 1, "ddp": True})
+    smp.init({"partitions": pp, "ddp": True, "auto_partition": False, "default_partition": 0})
     layer = nn.Linear(1, 1, bias=False)
-    model = smp.DistributedModel(layer)
+    with smp.partition(pp - 1):
+        last = nn.Linear(1, 1, bias=False)
+    model = smp.DistributedModel(layer if pp == 1 else nn.Sequential(layer, last))
+    if smp.pp_rank() == 1:
+        layer = last
     seen: list[Any] = []
 
     def hook(group: Any, bucket: Any) -> Any:
@@ -477,6 +481,8 @@ def hook_fails(when: str, fails_in: int) -> list[Any]:
             layer.weight.grad = None
         except Exception as error:
             seen.append((type(error).__name__, layer.weight.grad))
+    arrive("out")
+    await_ranks("out", 2 * pp)
     return seen
 
 
@@ -686,3 +692,15 @@ def test_replicas_learn_of_a_hook_that_fails(when: str, fails_in: int) -> None:
             *expected[:fails_in],
             *expected[fails_in + 1 :],
         ]
+
+
+def test_no_partition_goes_on_without_another_whose_hook_has_failed() -> None:
+    """The step has succeeded for partition 0, which cannot undo it."""
+    zero, one, two, three = check_ranks(hook_fails, "4", "future", 1, 2)
+    assert isinstance(zero[1], float)
+    assert isinstance(two[1], float)
+    assert one[1] == ("RuntimeError", None)  # in which the future wraps the hook's error
+    assert three[1] == ("SMPPeerError", None)
+    for seen in (zero, one, two, three):
+        assert isinstance(seen[0], float)
+        assert [name for name, _ in seen[2:]] == ["SMPPeerError", "SMPPeerError"]
