@@ -97,8 +97,9 @@ def sharded(config: dict[str, Any], names: list[str], passes: int = 1) -> dict[s
         model = smp.DistributedModel(module, backward_passes_per_step=passes)
         optimizer = smp.DistributedOptimizer(inner)
         if config.get("offload_activations"):
-            for part in module.children():
-                smp.set_activation_checkpointing(part)
+            for child in module.children():
+                for part in child if isinstance(child, nn.ModuleList) else [child]:
+                    smp.set_activation_checkpointing(part)
         losses, norms = [], []
         for step in range(STEPS * passes):
             if step % passes == 0:
