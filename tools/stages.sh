@@ -4,8 +4,7 @@
 #
 #   tools/stages.sh <target>...
 #
-# a+b runs two targets at the same time, for those that do not use all cores. What a says comes when both have ended;
-# its programs ignore SIGINT, as those of each shell's background do.
+# a+b runs two targets at the same time, for those that do not use all cores. What a says comes when both have ended.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import os
+import signal
 import sys
 import time
 import zlib
@@ -20,6 +21,9 @@ import ranks
 import torch
 
 from smddp import _load
+
+# A shell lets what it runs in the background ignore SIGINT. So would all processes of the tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # As in the ranks. Sums that tests compare with depend on the number of threads.
 torch.set_num_threads(1)

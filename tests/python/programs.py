@@ -120,6 +120,7 @@ def _interpret(arguments: list[str]) -> None:
     importlib.invalidate_caches()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
+        sys.modules.pop(arguments[1], None)  # runpy warns of a module that is imported already
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     elif arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import check_ranks, rotating, run_ranks
+from ranks import arrive, await_ranks, check_ranks, rotating, run_ranks
 from smp import test_random_models
 from smp.zoo import ZOO, arguments, batch_of, device, make, train_step
 from torch import Tensor, nn
@@ -1200,10 +1200,16 @@ def test_checkpoints_load_at_any_degree(tmp_path: Path, half: str) -> None:
 
 @smp.step
 def waiting(model: Any, x: Tensor) -> Any:
-    time.sleep(0.3)  # before it is decided where modules live
+    arrive("body")  # before it is decided where modules live
     loss = model(x, "").square().mean()
     model.backward(loss)
     return loss
+
+
+def await_division(model: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not model.partitioned and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def one_calls_another_step(other: int) -> str:
@@ -1212,10 +1218,14 @@ def one_calls_another_step(other: int) -> str:
     for layer in model.get_module().layers[2:]:
         smp.set_partition(layer, 1)
     executor = model.runtime.executor
-    if smp.pp_rank() == 1 and smp.rank() != other:
+    if smp.rank() == other:
+        # Rank 0 of each pipeline divides before it looks for messages.
+        fail = executor.fail
+        executor.fail = lambda *why: (await_ranks("body", 2), fail(*why))
+    elif smp.pp_rank() == 1:
         # The news of the failure take longer than the division.
         on_stop = executor.on_stop
-        executor.on_stop = lambda failure: (time.sleep(1), on_stop(failure))
+        executor.on_stop = lambda failure: (await_division(model), on_stop(failure))
     x = torch.ones(4, 8)
     step = functools.partial(changing, what="") if smp.rank() == other else waiting
     with pytest.raises(SMPError) as caught:
