@@ -187,6 +187,8 @@ def save_checkpoint(
     if partial:
         _save_parts(folder / f"{tag}_partial", model, optimizer, user_content)
     else:
+        if first:  # otherwise that of an earlier model could stay with this one
+            (folder / f"user_content_{tag}").unlink(missing_ok=True)
         if tag.endswith(_INDEX):
             _save_shards(folder / tag, model, translate_if_full)
         else:
@@ -364,6 +366,10 @@ def _save_shards(index: Path, model: Any, translate: bool) -> None:
     whole = Path(index.name.removesuffix(_INDEX))
     part = f"{topology.rank_in('pp') + 1:05}-of-{topology.pp_size:05}"
     file = index.with_name(f"{whole.stem}-{part}{whole.suffix}")
+    # If a rank dies now, an earlier index must not name files of two models.
+    if topology.rank == 0:
+        index.unlink(missing_ok=True)
+    Messenger(state).barrier(CommGroup.WORLD)
     if topology.rank_in("dp") == 0 and entries:
         write_whole(file, entries)
     size = sum(
@@ -550,8 +556,11 @@ def _delete_old(folder: Path, newest: Path, keep: int) -> None:
     # its name.
     complete.sort(key=lambda old: (old == newest, (old / _MANIFEST).stat().st_mtime_ns))
     for old in complete[: max(0, len(complete) - keep)]:
-        # The manifest first: without it, what is left of the folder does not count as a checkpoint.
-        (old / _MANIFEST).unlink()
+        # What is left of the folder if this ends early does not count as a checkpoint. The parts go
+        # before the manifest, without which they could be those of the original library.
+        write(old / _UNFINISHED, lambda _: None)
+        for part in old.glob("*.pt"):
+            part.unlink()
         shutil.rmtree(old)
 
 

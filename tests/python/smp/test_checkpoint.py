@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from ranks import check_ranks
+from ranks import check_ranks, run_ranks
 from smp.zoo import ZOO, batch_of, make, train_step
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.checkpoint import safetensors
+from smddp.modelparallel.checkpoint import checkpoint, safetensors
 from smddp.modelparallel.checkpoint.checkpoint import _whole, full_state_dict
 from smddp.modelparallel.checkpoint.merge import main as merge
 from smddp_smp.errors import SMPUsageError
@@ -361,6 +361,36 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
     check_ranks(damaged, "2", str(tmp_path), "neither manifest.json nor parts named", "missing")
     (tmp_path / "two_partial" / "model_0_1.pt").touch()
     check_ranks(damaged, "2", str(tmp_path), "save a full checkpoint there", "usage")
+
+
+def dying_among_shards(path: str) -> None:
+    model, optimizer = begin(2)
+    index = "w.safetensors.index.json"
+    train(model, optimizer, range(1))
+    smp.save_checkpoint(path, index, partial=False, model=model, user_content={"epoch": 1})
+    assert smp.resume_from_checkpoint(path, partial=False) == {"epoch": 1}
+    if smp.rank() == 1:
+        checkpoint.write_whole = lambda *_: os._exit(7)
+    with pytest.raises(Exception, match="is gone"):
+        smp.save_checkpoint(path, index, partial=False, model=model, user_content={"epoch": 2})
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        smp.resume_from_checkpoint(path, partial=False)
+
+
+def test_files_of_two_models_are_no_checkpoint(tmp_path: Path) -> None:
+    survivor, dead = run_ranks(dying_among_shards, "2", str(tmp_path))
+    assert survivor.returned, survivor
+    assert dead.status == 7, dead
+
+
+def test_a_folder_that_is_being_deleted_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_ranks(saving, "2", 2, str(tmp_path))
+    monkeypatch.setattr(shutil, "rmtree", lambda _: None)
+    checkpoint._delete_old(tmp_path, tmp_path / "newer_partial", 0)
+    with pytest.raises(FileNotFoundError, match="there is no complete checkpoint"):
+        checkpoint.full_state_dict(str(tmp_path), "two")
 
 
 def test_folders_of_the_original(tmp_path: Path) -> None:
