@@ -318,10 +318,21 @@ class _ScratchFile:
             raise SMPUsageError(self.error)
 
     def begin_step(self) -> None:
-        """Forgets the error of an earlier step, if its jobs end; else this step fails, too."""
+        """Forgets the error of an earlier step, if its jobs end; else this step fails, too.
+
+        Gives the room of the file back if no value is in it: a place is only used again for a value
+        of its size, so the file would grow with each new size of a batch.
+        """
         with self.changed:
-            if self.error and self.changed.wait_for(lambda: not self._busy, _TIMEOUT):
-                self.error = ""
+            if self.error:
+                self.changed.wait_for(lambda: not self._busy, _TIMEOUT)
+            if self._busy:
+                return
+            self.error = ""
+            if self._file and self._end == sum(size * len(at) for size, at in self._free.items()):
+                self._free.clear()
+                self._end = 0
+                os.ftruncate(self._file.fileno(), 0)
 
     def add(self, away: _InFile) -> None:
         """Adds a job; the thread begins with the first one."""

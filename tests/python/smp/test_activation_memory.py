@@ -324,6 +324,20 @@ def test_batches_come_back_before_they_are_needed() -> None:
     assert not any(thread.name == "smp-offload" for thread in threading.enumerate())
 
 
+def test_a_step_gives_the_room_of_the_last_one_back() -> None:
+    offloader = Offloader(latest(0), list)
+    kept = offloader.keep(None, [torch.ones(32, 64)])
+    for rows in (64, 128):
+        offloader.begin_step()
+        offloader.keep(None, [torch.ones(rows, 64)])
+        assert near(offloader) == 0
+    assert offloader._file._end == (32 + 64 + 128) * 256  # the first value is still in use
+    assert kept()[0].sum() == 32 * 64
+    del kept
+    offloader.begin_step()
+    assert os.fstat(offloader._file._file.fileno()).st_size == offloader._file._end == 0
+
+
 def on_a_device(name: str) -> None:
     there = device_cases.Fake() if name == "fake" else device_cases.Cuda()
     offloader = Offloader(latest(2), list)
