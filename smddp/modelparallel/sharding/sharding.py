@@ -7,6 +7,7 @@ pass needs it. Code that uses a parameter anywhere else gathers it for one funct
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import functools
@@ -109,6 +110,7 @@ class Sharding:
         modules.surroundings = self
         modules.observer = self.gathers if ordered else None
         _patch_saved_tensors_hooks()
+        _empty_engine_at_exit()
         for parameter in modules.by_number[0].parameters():
             announce(parameter, self._count(parameter))
 
@@ -392,6 +394,20 @@ def _enter(self: Any) -> None:
         _original_enter(self)
     finally:
         self.pack_hook = hook
+
+
+@functools.cache
+def _empty_engine_at_exit() -> None:
+    """Lets autograd's engine forget at exit what a backward pass that has failed has left to do.
+
+    The engine keeps that until its thread ends. The main thread ends after the interpreter, and
+    then the process would crash, because what is left refers to hooks in Python. The engine works
+    on the nodes made last first, and skips those of passes that have failed. So a pass over a node
+    that was made before all others makes it empty.
+    """
+    with torch.enable_grad():
+        first = torch.zeros((), requires_grad=True) * 1
+    atexit.register(first.backward)
 
 
 def _patch_saved_tensors_hooks() -> None:

@@ -17,11 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import arrive, await_ranks, check_ranks, rotating, run_ranks
+from ranks import arrive, await_ranks, check_ranks, reserved_port, rotating, run_ranks
 from smp import test_random_models
 from smp.zoo import ZOO, arguments, batch_of, device, make, train_step
 from torch import Tensor, nn
@@ -1240,3 +1241,27 @@ def test_a_rank_fails_before_it_knows_which_parameters_live_there(other: int) ->
     """The other members of its sharding group may gather parameters by then."""
     for text in check_ranks(one_calls_another_step, "4", other, timeout=40):
         assert "call the same steps" in text or "on another replica" in text, text
+
+
+_FAILS_OUTSIDE = """
+import torch
+from torch import nn
+import smdistributed.modelparallel.torch as smp
+smp.init({"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 1})
+model = smp.DistributedModel(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))
+try:
+    model(torch.ones(2, 8)).sum().backward()
+except smp.SMPUsageError:
+    print("refused")
+"""
+
+
+def test_a_backward_pass_that_fails_leaves_nothing_that_crashes_at_the_end() -> None:
+    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with reserved_port() as port:
+        variables["MASTER_PORT"] = str(port)
+        environments = [
+            interpreters.environment(**variables, RANK=rank, LOCAL_RANK=rank) for rank in "01"
+        ]
+        for rank in interpreters.run_together(["-c", _FAILS_OUTSIDE], environments):
+            assert (rank.returncode, rank.stdout) == (0, "refused\n"), rank.stderr
