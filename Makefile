@@ -40,7 +40,7 @@ build:  ## compile the C++ core, its tests and the module
 	@tools/setup.sh build
 
 .PHONY: test
-test:  ## all kinds of test in about 25 minutes: C++, Python, C++ again under sanitizers, fuzzers
+test:  ## all kinds of test in 25 to 30 minutes: C++, Python, C++ again under sanitizers, fuzzers
 	@echo "TEST_TURN=$(TEST_TURN)"
 	@tools/stages.sh prepare test-optimized test-tensorflow-core+test-python sanitize-address,undefined fuzz sanitize-thread
 
