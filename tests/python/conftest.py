@@ -104,6 +104,13 @@ def _transport_between_nodes(request: pytest.FixtureRequest, _environment_as_bef
         os.environ.setdefault("TEST_PROVIDER", "tcp")
 
 
+@pytest.fixture
+def _no_settings(_environment_as_before: None) -> None:
+    """Leaves out the settings of smddp that whoever runs the tests has made."""
+    for name in [name for name in os.environ if name.startswith("SMDDP_")]:
+        del os.environ[name]
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     """Checks that each test left no process except the nursery, and no file in /dev/shm."""

@@ -21,6 +21,8 @@ from smddp import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 
+pytestmark = pytest.mark.usefixtures("_no_settings")
+
 
 def _diagnose(
     preparation: str = "", run: Callable[..., Any] = programs.run, **variables: str

@@ -14,6 +14,8 @@ from smddp import env
 
 ROOT = Path(__file__).resolve().parents[2]
 
+pytestmark = pytest.mark.usefixtures("_no_settings")
+
 
 def test_the_page_is_up_to_date() -> None:
     text = (ROOT / "docs/settings.md").read_text()

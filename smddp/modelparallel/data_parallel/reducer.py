@@ -336,8 +336,7 @@ class DataParallel:
                 raise  # all replicas know of this one
             except BaseException as error:
                 self.lost = error
-                for parameter in self.parameters:
-                    parameter.grad = self._old[parameter]
+                self._put_back()
                 self._old = {}
                 if failure and isinstance(error, dist.DistError):
                     return  # the failure is what this step raises
@@ -352,6 +351,11 @@ class DataParallel:
             raise Redo
         if self.hook_failure is not None and not failure:
             raise self.hook_failure
+
+    def _put_back(self) -> None:
+        """Sets the gradients to those from before the step."""
+        for parameter in self.parameters:
+            parameter.grad = self._old[parameter]
 
     def _tells(self) -> bool:
         """Says whether the replicas tell each other at the end of this step how it went."""
@@ -405,8 +409,7 @@ class DataParallel:
         if again and not failed:
             return dict(self._old), True
         if failed:
-            for parameter in self.parameters:
-                parameter.grad = self._old[parameter]
+            self._put_back()
             tell_replicas(self.group, failure)
             return dict(self._old), False
         if late:

@@ -366,11 +366,10 @@ class Executor:
         Args:
             error: why.
         """
+        self.fail(-1, error)
         if self.channel is None and self.replicas is None:
-            self.fail(-1, error)
             return
         self._left = self._left or summary(error)
-        self.fail(-1, error)
         self._abort(self._left, isinstance(error, Exception))
         if self.replicas is not None:
             self.on_leader_ended()

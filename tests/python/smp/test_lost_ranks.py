@@ -182,9 +182,7 @@ def losing(layout: str, lost: int, dies: bool, where: float) -> list[Seen]:
     with counted():
         step()
         if dist.get_rank() == lost:
-            Fate.end = (
-                (lambda: os._exit(7)) if dies else (lambda: os.kill(os.getpid(), signal.SIGINT))
-            )
+            Fate.end = (lambda: os._exit(7)) if dies else _interrupt
             Fate.at = Fate.count + 1 + int(where * 2 * Fate.count)
         for _ in range(2 + STEPS):
             begin, error = time.monotonic(), None
@@ -218,18 +216,13 @@ def check(layout: str, lost: int, dies: bool, where: float) -> None:
             assert seen[-1].error == SMPPeerError.__name__, f"{case}: rank {outcome.rank}: {seen}"
 
 
-def cases(seed: int) -> tuple[str, int, bool, float]:
+def case_of(seed: int) -> tuple[str, int, bool, float]:
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.rand(4, generator=generator).tolist()
-    names = list(LAYOUTS)
-    return (
-        names[seed % len(names)],
-        int(numbers[1] * RANKS),
-        numbers[2] < 0.6,
-        numbers[3],
-    )
+    layout = list(LAYOUTS)[seed % len(LAYOUTS)]
+    return layout, int(numbers[1] * RANKS), numbers[2] < 0.6, numbers[3]
 
 
 @pytest.mark.parametrize("seed", rotating(list(range(160)), 8))
 def test_no_rank_waits_for_one_that_is_lost(seed: int) -> None:
-    check(*cases(seed))
+    check(*case_of(seed))
