@@ -148,6 +148,7 @@ class StepFunction:
             cfg.pipeline, cfg.microbatches, cfg.active_microbatches, cfg.partitions
         )
         try:
+            executor.check()
             with smp_errors():
                 schedule = runtime.begin_step(body.function.__name__, schedule, again)
         except BaseException as error:

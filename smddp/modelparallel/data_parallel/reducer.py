@@ -312,12 +312,13 @@ class DataParallel:
             self._launch(self._buckets[self._next], self._total)
             self._next += 1
 
-    def end_step(self, failure: str = "", redo: bool = False) -> None:
+    def end_step(self, failure: str = "", redo: bool = False, alone: bool = False) -> None:
         """Sets the gradients.
 
         Args:
             failure: why the step failed on this replica, for the others; empty if it has not.
             redo: does this replica have to run the step again?
+            alone: the step has failed because a rank is lost, and nobody waits for this one.
 
         Raises:
             Redo: this replica or another has to run the step again; so all of them do.
@@ -325,7 +326,7 @@ class DataParallel:
             Exception: the hook has failed here; gradients are as before the step.
         """
         succeeded = not (failure or redo)
-        if not self._tells():
+        if alone or not self._tells():
             totals = {p: self._own(p) if succeeded else self._old[p] for p in self.parameters}
             if self._with_gradients and succeeded:
                 self._steps += 1

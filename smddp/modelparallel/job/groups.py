@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from smddp_smp.topology import Topology
 __all__ = ["Groups", "ShardingGroups", "timeout_of"]
 
 _KINDS = ("mp", "dp", "tp", "pp", "rdp")
+_REDUCING = ("dp", "rdp")
 
 
 class ShardingGroups(NamedTuple):
@@ -68,14 +69,15 @@ class Groups:
         timeout = timeout_of(world)
         self._by_kind: dict[str, dist.ProcessGroup] = {"world": world}
         # Some kinds have the same members: mp and pp, for instance, without tensor parallelism.
-        made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {
-            (tuple(range(topology.size)),): self._by_kind["world"]
+        # Those in which steps reduce gradients are groups of their own: `abort` ends them.
+        made: dict[Any, dist.ProcessGroup] = {
+            (False, (tuple(range(topology.size)),)): self._by_kind["world"]
         }
         for kind in _KINDS:
-            sets = tuple(topology.groups(kind))
-            if sets not in made:
-                made[sets] = _new_group(sets, topology.rank, timeout)
-            self._by_kind[kind] = made[sets]
+            key = kind in _REDUCING, tuple(topology.groups(kind))
+            if key not in made:
+                made[key] = _new_group(key[1], topology.rank, timeout)
+            self._by_kind[kind] = made[key]
         self.messages = _new_group(((*range(topology.size),),), topology.rank, timeout)
         self.pipeline = _new_group(tuple(topology.groups("pp")), topology.rank, timeout)
         self.order: dist.ProcessGroup | None = None
@@ -116,7 +118,7 @@ class Groups:
                 Otherwise only the groups of steps end: a script may still save the model.
         """
         ended = [self.pipeline, self.order, self.exchange.group, *(self.sharding or ())]
-        ended += [self._by_kind[kind] for kind in (_KINDS if lost else ("dp", "rdp"))]
+        ended += [self._by_kind[kind] for kind in (_KINDS if lost else _REDUCING)]
         for group in dict.fromkeys(ended):
             # The default group is not smp's to end.
             if group is None or group is dist.group.WORLD:

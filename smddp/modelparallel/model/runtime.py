@@ -455,7 +455,7 @@ class ModelRuntime:
             self._sum.end()
         succeeded = not (failure or redo)
         try:
-            self.data_parallel.end_step(failure, redo)
+            self.data_parallel.end_step(failure, redo, alone=bool(self.executor.left))
             # If other calls wait from now on, tasks will be divided at other places.
             if self.sharding is not None and succeeded and self.executor.modules.settled:
                 self.sharding.gathers.accept()

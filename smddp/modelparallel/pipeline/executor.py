@@ -75,6 +75,7 @@ class Executor:
         channel: the streams to and from the other ranks; None if there are none.
         replicas: the streams to and from the other members of the order group; None without one.
         collectives: those of tasks, over members of the order group; None if there are none.
+        left: why this rank takes part in no more steps; empty if it does.
         divided: has this rank applied the decision about where modules live? Until then it
             keeps the messages that begin or end work.
     """
@@ -105,7 +106,7 @@ class Executor:
         self.timeline = Timeline()
         self._watch = StallWatch(group, rank, self.timeline, stall_warning if size > 1 else 0.0)
         self._abort, self.replicas, self.collectives = abort, replicas, collectives
-        self._left = ""  # why this rank has left the pipeline; empty if it has not
+        self.left = ""
         self._job_ranks = dist.get_process_group_ranks(group) if group is not None else [rank]
         # With one partition the microbatches run one after the other in any case.
         order: TaskOrder | None = None
@@ -224,11 +225,6 @@ class Executor:
             SMPPeerError: a rank is gone, or another replica has failed.
         """
         self._reset()
-        broken = self._broken()
-        if broken is not None:
-            self._end_sent = True
-            self.leave(broken)
-            raise broken
         self._name = name
         self._model, self._driver = model, driver
         self.server.under_way_limit = schedule.under_way_limit
@@ -321,7 +317,7 @@ class Executor:
             self.replicas.announce_end()
             self.baton.order.end()
         awaits_decision = self.replicas is not None and self.rank > 0 and not self.divided
-        if awaits_decision and not self._left:
+        if awaits_decision and not self.left:
             # The other members of the order group may have applied a decision that still comes
             # here, and wait for this rank in collectives.
             self._placed.wait(_END_TIMEOUT)
@@ -331,7 +327,7 @@ class Executor:
         self._model.close(bool(self._failures))
         for work, *_ in works:
             work.wait()
-        if self.channel is None or self._left:
+        if self.channel is None or self.left:
             return []
         silent = self.channel.drain(_END_TIMEOUT)
         for peer in silent:
@@ -348,7 +344,7 @@ class Executor:
             See `StepCollectives.complete`. This rank waits for them after its gathers: the calls
             may need a rank that waits in a gather.
         """
-        if self.collectives is None or self.replicas is None or self._left:
+        if self.collectives is None or self.replicas is None or self.left:
             return []
         self.collectives.settle()
         if not self._failures:
@@ -360,17 +356,18 @@ class Executor:
         """Takes part in no more steps, because a rank was lost, or a signal has raised here.
 
         No rank waits for this one in a step any more, nor this one for others: each rank that tries
-        raises, and leaves in its next step. Without a pipeline, and without other replicas to which
-        this rank has to listen, there is nothing to leave.
+        raises, and leaves, too. After a signal there is nothing to leave without a pipeline, and
+        without other replicas that wait for this rank while tasks run.
 
         Args:
             error: why.
         """
+        lost = isinstance(error, Exception)
+        if lost or self.channel is not None or self.replicas is not None:
+            self.left = self.left or summary(error)
         self.fail(-1, error)
-        if self.channel is None and self.replicas is None:
-            return
-        self._left = self._left or summary(error)
-        self._abort(self._left, isinstance(error, Exception))
+        if self.left:
+            self._abort(self.left, lost)
         if self.replicas is not None:
             self.on_leader_ended()
 
@@ -392,7 +389,7 @@ class Executor:
             SMPPeerError: the step has not failed here, but on another replica; or a rank is gone.
         """
         findings = self.modules.findings()
-        if self.replicas is None or self._left:
+        if self.replicas is None or self.left:
             self.modules.end_step(findings)
             return redo, order_matters
         elsewhere = self._as_elsewhere(failure) if failure else None
@@ -747,6 +744,7 @@ class Executor:
             microbatch: in which it was raised; -1 if not in a microbatch.
             error: the exception.
         """
+        lost = isinstance(error, dist.DistError)
         error = as_smp_error(error)
         failure = describe(microbatch, self.rank, error)
         with self._mutex:
@@ -756,6 +754,8 @@ class Executor:
             self._cause = error
             self._send_end(failure, [])
             self._stop()
+        if lost:  # a process group is broken, so the next step could not use it
+            self.leave(error)
 
     def _task_failed(self, task: Task, error: BaseException) -> None:
         frame: Frame | None = task.frame
@@ -856,19 +856,18 @@ class Executor:
         self._cause = None
         raise SMPPeerError(text)
 
-    def _broken(self) -> SMPPeerError | None:
-        """Returns why there can be no step any more; None if there can."""
-        if self._left:
-            return SMPPeerError(f"this rank has left the pipeline in an earlier step: {self._left}")
+    def check(self) -> None:
+        """Raises SMPPeerError if there can be no step any more; called before each."""
+        if self.left:
+            raise SMPPeerError(f"this rank has left the job in an earlier step: {self.left}")
         if self.channel is not None and self.channel.broken:
             peer, error = next(iter(self.channel.broken.items()))
-            return SMPPeerError(f"{self._who(peer)} was lost in an earlier step: {error}")
+            raise SMPPeerError(f"{self._who(peer)} was lost in an earlier step: {error}")
         if self.replicas is not None and self.replicas.lost is not None:
             rank, error = self.replicas.lost
-            return SMPPeerError(
+            raise SMPPeerError(
                 f"rank {rank} of the job, of another replica, was lost in an earlier step: {error}"
             )
-        return None
 
     def _who(self, peer: int) -> str:
         of_job = self._job_ranks[peer]
