@@ -49,8 +49,13 @@ def explain(file: str | None = None, memory: int | float | str | None = None) ->
     """
     limit = None if memory is None else bytes_of(memory)
     model = state.current_model()
-    if model is None or model.runtime.placement.decision is None:
-        raise SMPUsageError("the model is divided only when the first step has begun")
+    if model is None:
+        raise SMPUsageError("smp.explain: there is no smp.DistributedModel yet")
+    if model.runtime.placement.decision is None:
+        raise SMPUsageError(
+            "smp.explain: the model is divided only when the first step has begun; make a step "
+            "first"
+        )
     decision = model.runtime.placement.decision
     if file is not None:
         Path(file).write_text(_partition_svg(decision, state.topology.pp_size))
@@ -125,7 +130,8 @@ def _advice(runtime: ModelRuntime, limit: int) -> str:
             best = "\n".join([f"The least is {_size(then)}, with this:", *_changes(proposal)])
     lines = [f"memory: {need}: it does not fit, and no change that smp knows makes it fit."]
     lines += [best] if best else []
-    lines.append("Use more ranks, smaller microbatches (a larger `microbatches`), or fp16 or bf16.")
+    half = "" if cfg.fp16 or cfg.bf16 else ", or fp16 or bf16"
+    lines.append(f"Use more ranks, or smaller microbatches (a larger `microbatches`){half}.")
     return "\n".join([*lines, *notes])
 
 

@@ -70,10 +70,12 @@ def init(config: Mapping[str, Any] | None = None) -> None:
             "data parallelism needs ddp: True in the configuration."
         )
     if topology.rdp_size % cfg.sharded_data_parallel_degree:
+        fits = size // topology.rdp_size * cfg.sharded_data_parallel_degree
         among = " of ranks with one tensor-parallel rank" if topology.tp_size > 1 else ""
         raise SMPInitializationError(
             f"sharded_data_parallel_degree {cfg.sharded_data_parallel_degree} does not divide the "
-            f"data parallel degree{among}, {topology.rdp_size}: set it to a divisor of that"
+            f"number of replicas{among}, {topology.rdp_size}: set it to a divisor of that, or "
+            f"start a multiple of {fits} ranks"
         )
     owns = not dist.is_initialized()
     if owns:

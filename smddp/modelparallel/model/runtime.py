@@ -176,8 +176,10 @@ class ModelRuntime:
             For each kind of `smp.memory` its tensors; some are in several, and count for the first.
         """
         found: dict[str, list[torch.Tensor]] = {}
-        # Before the division, each rank has all of them.
-        local = self.placement.parameters() if self.divided else list(self.module.parameters())
+        # Before the division, each rank has all of them, but for those that have no memory yet.
+        local = self.placement.parameters()
+        if not self.divided:
+            local = [p for p in self.module.parameters() if not is_delayed(p)]
         found["gathered"] = []
         if self.sharding is not None:
             local = [self.sharding.local(parameter) for parameter in local]

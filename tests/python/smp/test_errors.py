@@ -532,7 +532,10 @@ def misused() -> None:
             {"sharded_data_parallel_degree": 2, "ddp": True, "shard_optimizer_state": True},
             "exclude each other",
         ),
-        ({"sharded_data_parallel_degree": 3, "ddp": True}, "does not divide the data parallel"),
+        (
+            {"sharded_data_parallel_degree": 3, "ddp": True},
+            "does not divide the number",
+        ),
         ({"partitions": 3}, "2 ranks cannot be divided into pipelines of 3"),
     ):
         with pytest.raises((SMPConfigurationError, SMPInitializationError), match=text):
