@@ -136,7 +136,8 @@ class Baton:
         """Begins without threads.
 
         Args:
-            failed: called with a task and the exception that it has raised, except Aborted.
+            failed: called with a task and the exception that it has raised, on its thread; after an
+                abort that is Aborted.
             inbox: where messages come from.
             save_state: saves what other tasks may change while a task waits, such as the state of
                 random generators; returns a function that restores it. Called only if the waiting
@@ -233,6 +234,7 @@ class Baton:
                 self._waiting.add(task)
         self._find_work(task.worker, task)
         if self._aborted:
+            ticket.waiter = None  # the task may refer to the ticket
             raise Aborted
 
     def complete(self, ticket: Ticket) -> None:
@@ -430,8 +432,6 @@ class Baton:
                         task.function()
                 if self.order is not None and task.number is not None and not self._aborted:
                     self.order.slice_ends()
-            except Aborted:
-                pass
             except BaseException as error:
                 self._failed(task, error)
             number = task.number

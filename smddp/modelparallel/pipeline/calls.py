@@ -149,7 +149,7 @@ class CallerSide:
         graph, graph_id = self._graph(opened, alive)
         out = Outgoing(next(self._sendings), graph, graph_id, opened, frame.microbatch)
         self._check_inputs(out)
-        opened.sent, opened.alive = out, alive
+        opened.sent = out
         self._outgoing[out.sending] = out
         path = (*frame.path, len(frame.sent))
         frame.sent.append(out.sending)
@@ -387,7 +387,6 @@ class _CallerCollector(Collector):
         self._caller = caller
         self._frame = frame
         self.sent: Outgoing | None = None
-        self.alive: list[Lazy] = []
 
     def fetch(self) -> dict[TensorId, torch.Tensor]:
         """Sends the graph if that has not been done, and fills in all lazy tensors."""
@@ -395,10 +394,10 @@ class _CallerCollector(Collector):
             self._caller.send(self._frame)
         assert self.sent is not None
         values = self._caller.results(self._frame, self.sent)
-        for lazy in self.alive:
+        for lazy in self.lazies_in_use():
             lazy.value = values[lazy.tensor_id]
             lazy.fetch = None
-        self.alive, self.inputs = [], []
+        self.inputs = []
         return values
 
     def result_of_last(self) -> tuple[Any, Any]:

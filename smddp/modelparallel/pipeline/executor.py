@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from smddp.modelparallel.common import device
+from smddp.modelparallel.common.engine import forget_failed_pass
 from smddp.modelparallel.common.lost import as_smp_error
 from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.pipeline.calls import CallerSide
@@ -759,9 +760,14 @@ class Executor:
 
     def _task_failed(self, task: Task, error: BaseException) -> None:
         frame: Frame | None = task.frame
-        if frame is not None and isinstance(error, Exception):
-            self._fetch_lazy_values(frame)
-        self.fail(frame.microbatch if frame is not None else -1, error)
+        if not isinstance(error, Aborted):
+            if frame is not None and isinstance(error, Exception):
+                self._fetch_lazy_values(frame)
+            self.fail(frame.microbatch if frame is not None else -1, error)
+        # Else values of the step would stay in memory.
+        forget_failed_pass()
+        if frame is not None:
+            frame.open = None
 
     def _fetch_lazy_values(self, frame: Frame) -> None:
         """Fetches the values of a failed task's lazy tensors.

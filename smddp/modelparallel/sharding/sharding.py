@@ -7,7 +7,6 @@ pass needs it. Code that uses a parameter anywhere else gathers it for one funct
 
 from __future__ import annotations
 
-import atexit
 import collections
 import contextlib
 import functools
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smddp.modelparallel.common.engine import forget_failed_passes_at_exit
 from smddp.modelparallel.data_parallel.reducer import Ranks
 from smddp.modelparallel.delayed.life import come_to_life, recorders_of
 from smddp.modelparallel.job.groups import ShardingGroups
@@ -110,7 +110,7 @@ class Sharding:
         modules.surroundings = self
         modules.observer = self.gathers if ordered else None
         _patch_saved_tensors_hooks()
-        _empty_engine_at_exit()
+        forget_failed_passes_at_exit()
         for parameter in modules.by_number[0].parameters():
             announce(parameter, self._count(parameter))
 
@@ -299,13 +299,17 @@ class Sharding:
     # --- for autograd -----------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Returns what autograd keeps of a tensor: a note, if it is a part of a parameter."""
+        """Returns what autograd keeps of a tensor: a note, if it is a part of a parameter.
+
+        Of any other tensor it keeps an alias. The tensor itself may be the output of the node that
+        keeps it, and Python could not free such a cycle of references.
+        """
         if tensor.layout != torch.strided or tensor.is_meta:
-            return tensor
+            return tensor.detach()
         try:
             address = tensor.untyped_storage().data_ptr()
         except RuntimeError:  # a tensor without memory of its own, as under torch.func
-            return tensor
+            return tensor.detach()
         entry = self._by_address.get(address)
         if entry is not None:
             return _Saved(entry, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
@@ -314,7 +318,7 @@ class Sharding:
             # A function of a class of its own has kept it, which has not gathered it.
             strides = torch.empty(entry.shape, device="meta").stride()
             return _Saved(entry, entry.shape, strides, 0)
-        return tensor
+        return tensor.detach()
 
     _pack.of_sharded_parameters = True  # type: ignore[attr-defined]
 
@@ -394,20 +398,6 @@ def _enter(self: Any) -> None:
         _original_enter(self)
     finally:
         self.pack_hook = hook
-
-
-@functools.cache
-def _empty_engine_at_exit() -> None:
-    """Lets autograd's engine forget at exit what a backward pass that has failed has left to do.
-
-    The engine keeps that until its thread ends. The main thread ends after the interpreter, and
-    then the process would crash, because what is left refers to hooks in Python. The engine works
-    on the nodes made last first, and skips those of passes that have failed. So a pass over a node
-    that was made before all others makes it empty.
-    """
-    with torch.enable_grad():
-        first = torch.zeros((), requires_grad=True) * 1
-    atexit.register(first.backward)
 
 
 def _patch_saved_tensors_hooks() -> None:

@@ -21,7 +21,7 @@ from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.outlook import Outlook, key_of
 from smddp.modelparallel.pipeline.step import Schedule
-from smddp_smp.errors import SMPMicrobatchError, SMPUsageError
+from smddp_smp.errors import SMPMicrobatchError, SMPPeerError, SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 
@@ -233,6 +233,77 @@ def test_a_scratch_file_that_cannot_be_written_fails_the_step_on_all_ranks() -> 
     assert "nothing cannot be used" in first[0]
     assert "rank 0 of the pipeline, microbatch" in first[1]
     assert "No space left on device. Set TMPDIR to a folder with more room" in first[1]
+
+
+class Fails(nn.Module):
+    """Raises in a forward or a backward pass, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "forward":
+            raise ValueError(self.where)
+        y = x.clone()
+        if self.where == "backward":
+            y.register_hook(self._raise)
+        return y
+
+    def _raise(self, _: Tensor) -> None:
+        raise ValueError(self.where)
+
+
+def failing_in(where: str, pp: int, config: dict[str, Any]) -> list[int]:
+    """Fails on the last partition of the first replica; returns what is left without `gc`."""
+    smp.init(
+        {"partitions": pp, "microbatches": MICROBATCHES, "ddp": True}
+        | {"auto_partition": False, "default_partition": 0}
+        | config
+    )
+    torch.manual_seed(0)
+    parts: list[nn.Module] = []
+    fails = [Fails() for _ in range(pp)]
+    for index in range(pp):
+        with smp.partition(index):
+            parts.append(nn.Sequential(*[Layer() for _ in range(LAYERS)]))
+            parts.append(fails[index])
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, WIDTH), *parts))
+    if config.get("offload_activations"):
+        for part in parts[::2]:
+            smp.set_activation_checkpointing(part)
+    x = torch.randn(MICROBATCHES * 32, WIDTH)
+    train(model, x)
+    gc.collect()
+    gc.disable()
+    if smp.dp_rank() == 0 and smp.pp_rank() == pp - 1:
+        fails[-1].where = where
+    with pytest.raises((SMPMicrobatchError, SMPPeerError)):
+        train(model, x)
+    smp.barrier()
+    left = [Live.count("argument") + Live.count("inner")]
+    if pp == 1:
+        # Neither does a forward pass keep values if no backward pass follows it.
+        fails[-1].where = ""
+        model(x)
+        left.append(Live.count("argument") + Live.count("inner"))
+    return left
+
+
+@pytest.mark.parametrize(
+    ("where", "ranks", "pp", "config"),
+    [
+        ("forward", 4, 2, {"offload_activations": True}),
+        ("backward", 2, 2, {"pipeline": "interleaved"}),
+        ("backward", 2, 1, {"sharded_data_parallel_degree": 2}),
+        ("backward", 4, 2, {"sharded_data_parallel_degree": 2, "pipeline": "simple"}),
+    ],
+)
+def test_a_step_that_fails_keeps_no_values(
+    where: str, ranks: int, pp: int, config: dict[str, Any]
+) -> None:
+    for left in check_ranks(failing_in, str(ranks), where, pp, config):
+        assert not any(left)
 
 
 def latest(count: int) -> Any:
