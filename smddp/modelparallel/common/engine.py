@@ -25,7 +25,7 @@ def forget_failed_pass() -> None:
         leaf = torch.zeros((), requires_grad=True)
         first = leaf * 1
     assert first.grad_fn is not None
-    first.grad_fn._set_sequence_nr(0)
+    first.grad_fn._set_sequence_nr(0)  # type: ignore[attr-defined]
     torch.autograd.grad(first, leaf)
 
 

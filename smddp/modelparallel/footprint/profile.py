@@ -283,7 +283,7 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._number_of(tensor)
         if number is not None:
             self.profile.storages[number].saved.add(self._stack[-1])
-        return tensor.detach()  # with the tensor itself, a node that keeps its output is never freed
+        return tensor.detach()  # else a node that keeps its own output is never freed
 
     def _number_of(self, tensor: torch.Tensor) -> int | None:
         """Returns the number of a tensor's storage; None for memory that is not counted."""
