@@ -181,6 +181,8 @@ def save_checkpoint(
         raise SMPUsageError("save_checkpoint: num_kept_partial_checkpoints must be at least 1")
     if model is None and optimizer is None and user_content is None:
         raise SMPUsageError("save_checkpoint: pass what to save: model, optimizer or user_content")
+    # Another rank may still read a checkpoint of this name.
+    Messenger(state).barrier(CommGroup.WORLD)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     first = state.topology.rank == 0
