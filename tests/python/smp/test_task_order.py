@@ -229,7 +229,7 @@ def expected(pp: int, steps: int) -> Any:
         (2, "simple", 40, 0.002, {}, "smddp"),
         (2, "interleaved", 20, 0.002, {"direct_forwarding": False}, "gloo"),
         (4, "interleaved", 20, 0.005, {}, "smddp"),
-        pytest.param(*(2, "interleaved", 2000, 0.002, {}, "smddp"), marks=pytest.mark.exhaustive),
+        pytest.param(*(2, "interleaved", 1000, 0.002, {}, "smddp"), marks=pytest.mark.exhaustive),
     ],
     ids=["interleaved", "simple", "gloo", "four", "many"],
 )
