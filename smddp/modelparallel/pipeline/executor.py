@@ -888,6 +888,9 @@ def _prepare_thread() -> Callable[[], None]:
         # Without this, autograd would run on one thread per device, shared by all microbatches: a
         # microbatch that waits there would block the work that it waits for.
         torch.autograd.set_multithreading_enabled(False)
+        # OpenMP has a number of threads for each thread that uses it. This call takes over that of
+        # `torch.set_num_threads`; without it, small products would run on all cores.
+        torch.get_num_threads()
         device.use(place)
 
     return prepare
