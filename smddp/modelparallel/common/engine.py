@@ -22,7 +22,7 @@ def forget_failed_pass() -> None:
     No backward pass may be under way on that thread.
     """
     with torch.enable_grad():
-        leaf = torch.zeros((), requires_grad=True)
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
         first = leaf * 1
     assert first.grad_fn is not None
     first.grad_fn._set_sequence_nr(0)  # type: ignore[attr-defined]

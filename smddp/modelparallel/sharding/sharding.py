@@ -42,6 +42,13 @@ class _Saved(NamedTuple):
     offset: int
 
 
+class _Kept(NamedTuple):
+    """What autograd keeps of any other tensor: an alias, and its version when it was saved."""
+
+    alias: torch.Tensor
+    version: int
+
+
 class _Thread(threading.local):
     """What the task of a thread has gathered, so that its requests do not depend on other tasks.
 
@@ -298,18 +305,23 @@ class Sharding:
 
     # --- for autograd -----------------------------------------------------------------------------
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        """Returns what autograd keeps of a tensor: a note, if it is a part of a parameter.
+    def _pack(self, tensor: torch.Tensor) -> _Saved | _Kept:
+        """Returns what autograd keeps of a tensor.
 
-        Of any other tensor it keeps an alias. The tensor itself may be the output of the node that
-        keeps it, and Python could not free such a cycle of references.
+        It is an alias, if not a part of a parameter: the tensor itself may be the output of the
+        node that keeps it, and Python could not free such a cycle of references.
         """
+        return self._part(tensor) or _Kept(tensor.detach(), tensor._version)
+
+    _pack.of_sharded_parameters = True  # type: ignore[attr-defined]
+
+    def _part(self, tensor: torch.Tensor) -> _Saved | None:
         if tensor.layout != torch.strided or tensor.is_meta:
-            return tensor.detach()
+            return None
         try:
             address = tensor.untyped_storage().data_ptr()
         except RuntimeError:  # a tensor without memory of its own, as under torch.func
-            return tensor.detach()
+            return None
         entry = self._by_address.get(address)
         if entry is not None:
             return _Saved(entry, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
@@ -318,13 +330,20 @@ class Sharding:
             # A function of a class of its own has kept it, which has not gathered it.
             strides = torch.empty(entry.shape, device="meta").stride()
             return _Saved(entry, entry.shape, strides, 0)
-        return tensor.detach()
+        return None
 
-    _pack.of_sharded_parameters = True  # type: ignore[attr-defined]
-
-    def _unpack(self, kept: Any) -> Any:
-        if type(kept) is not _Saved:
-            return kept
+    def _unpack(self, kept: _Saved | _Kept) -> torch.Tensor:
+        if isinstance(kept, _Kept):
+            alias = kept.alias
+            # Autograd itself does not compare versions where there are hooks.
+            if alias._version != kept.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: a {alias.dtype} tensor of shape {list(alias.shape)} is at "
+                    f"version {alias._version}, and was saved at version {kept.version}. "
+                    "torch.autograd.set_detect_anomaly(True) shows the operation that saved it"
+                )
+            return alias
         entry = kept.entry
         self.hold(entry)
         assert entry.flat is not None

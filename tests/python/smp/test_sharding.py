@@ -1243,6 +1243,34 @@ def test_a_rank_fails_before_it_knows_which_parameters_live_there(other: int) ->
         assert "call the same steps" in text or "on another replica" in text, text
 
 
+class ChangesInPlace(nn.Module):
+    """Changes an activation that autograd needs, after a layer has used it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x))
+        z: Tensor = self.second(y)
+        with torch.no_grad():
+            y.mul_(2)
+        return z
+
+
+def changes_in_place(degree: int) -> None:
+    sdp = {"sharded_data_parallel_degree": degree, "sdp_param_persistence_threshold": 1}
+    smp.init({"ddp": True, **(sdp if degree > 1 else {})})
+    model = smp.DistributedModel(ChangesInPlace())
+    with pytest.raises(SMPMicrobatchError, match="has been modified by an inplace operation"):
+        squares(model, torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_autograd_refuses_an_activation_that_has_changed_as_without_sharding(degree: int) -> None:
+    check_ranks(changes_in_place, "2", degree)
+
+
 _FAILS_OUTSIDE = """
 import torch
 from torch import nn
