@@ -33,7 +33,8 @@ from smddp.modelparallel.optimizer.distributed_optimizer import FP16_STATES, mer
 from smddp.modelparallel.optimizer.shards import SHARD
 from smddp.modelparallel.partition.placement import MARKER, Decision
 from smddp.modelparallel.sharding.joined import SHARDS, united
-from smddp_smp.errors import SMPUsageError
+from smddp_smp.errors import SMPPeerError, SMPUsageError
+from smddp_smp.failure import summary
 from smddp_smp.topology import CommGroup
 
 __all__ = [
@@ -174,9 +175,11 @@ def save_checkpoint(
         SMPInitializationError: `smp.init` has not been called.
         SMPUsageError: there is nothing to save, num_kept_partial_checkpoints is less than 1, or an
             entry cannot be saved as safetensors.
-        SMPPeerError: not partial, and a rank of the pipeline has not called it within the timeout
-            of the process group.
+        SMPPeerError: it has failed on another rank; or not partial, and a rank of the pipeline has
+            not called it within the timeout of the process group.
+        OSError: a file cannot be written.
     """
+    first = state.topology.rank == 0
     if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
         raise SMPUsageError("save_checkpoint: num_kept_partial_checkpoints must be at least 1")
     if model is None and optimizer is None and user_content is None:
@@ -185,26 +188,58 @@ def save_checkpoint(
     Messenger(state).barrier(CommGroup.WORLD)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    first = state.topology.rank == 0
-    if partial:
-        _save_parts(folder / f"{tag}_partial", model, optimizer, user_content)
-    else:
-        if first:  # otherwise that of an earlier model could stay with this one
-            (folder / f"user_content_{tag}").unlink(missing_ok=True)
-        if tag.endswith(_INDEX):
-            _save_shards(folder / tag, model, translate_if_full)
+
+    def write_all() -> None:
+        if partial:
+            _save_parts(folder / f"{tag}_partial", model, optimizer, user_content)
         else:
-            entries = model.state_dict() if model is not None else {}
-            if first:
-                write_whole(folder / tag, _translated(entries) if translate_if_full else entries)
+            _save_whole(folder, tag, model, user_content, translate_if_full)
         if first:
-            write(folder / f"user_content_{tag}", lambda file: torch.save(user_content, file))
+            for name in (_NEWEST, _NEWEST_OF_KIND[partial]):
+                write(folder / name, lambda file: file.write(tag.encode()))
+            if partial and num_kept_partial_checkpoints is not None:
+                _delete_old(folder, folder / f"{tag}_partial", num_kept_partial_checkpoints)
+
+    _on_all(write_all)
+
+
+def _on_all(work: Callable[[], Any]) -> list[Any]:
+    """Returns what the work of each rank of the job returns; all of them have to call it.
+
+    Raises:
+        SMPPeerError: it has raised on another rank; this one would wait for that one later.
+        Exception: it has raised here.
+    """
+    result = cause = None
+    try:
+        result = work()
+    except Exception as error:
+        cause = error
+    why = "" if cause is None else summary(cause)
+    everybody = Messenger(state).allgather((why, result), CommGroup.WORLD)
+    if cause is not None:
+        raise cause
+    for rank, (text, _) in enumerate(everybody):
+        if text:
+            raise SMPPeerError(f"smp.save_checkpoint has failed on rank {rank} of the job: {text}")
+    return [found for _, found in everybody]
+
+
+def _save_whole(
+    folder: Path, tag: str, model: Any, user_content: Any, translate_if_full: bool
+) -> None:
+    """Writes the whole model, and user_content."""
+    first = state.topology.rank == 0
+    if first:  # otherwise that of an earlier model could stay with this one
+        (folder / f"user_content_{tag}").unlink(missing_ok=True)
+    if tag.endswith(_INDEX):
+        _save_shards(folder / tag, model, translate_if_full)
+    else:
+        entries = model.state_dict() if model is not None else {}
+        if first:
+            write_whole(folder / tag, _translated(entries) if translate_if_full else entries)
     if first:
-        for name in (_NEWEST, _NEWEST_OF_KIND[partial]):
-            write(folder / name, lambda file: file.write(tag.encode()))
-        if partial and num_kept_partial_checkpoints is not None:
-            _delete_old(folder, folder / f"{tag}_partial", num_kept_partial_checkpoints)
-    Messenger(state).barrier(CommGroup.WORLD)
+        write(folder / f"user_content_{tag}", lambda file: torch.save(user_content, file))
 
 
 def resume_from_checkpoint(
@@ -245,6 +280,7 @@ def resume_from_checkpoint(
         SMPUsageError: there is no smp.DistributedModel yet.
     """
     folder = Path(path)
+    _ = state.topology  # raises before smp.init
     model, optimizer = state.current_model(), state.current_optimizer()
     if model is None:
         raise SMPUsageError("create smp.DistributedModel before resume_from_checkpoint")
@@ -413,13 +449,17 @@ def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> 
     if topology.rank == 0:
         write(folder / _UNFINISHED, lambda _: None)
     Messenger(state).barrier(CommGroup.WORLD)
-    hashes: dict[str, str] = {}
-    for name, entries in _pieces(model, optimizer).items():
-        file = folder / f"{name}.pt"
-        hashes[file.name] = write(file, functools.partial(torch.save, entries))
-    if topology.rank == 0:
-        write(folder / "user_content.pt", lambda file: torch.save(user_content, file))
-    everybody = Messenger(state).allgather(hashes, CommGroup.WORLD)
+
+    def write_mine() -> dict[str, str]:
+        hashes: dict[str, str] = {}
+        for name, entries in _pieces(model, optimizer).items():
+            file = folder / f"{name}.pt"
+            hashes[file.name] = write(file, functools.partial(torch.save, entries))
+        if topology.rank == 0:
+            write(folder / "user_content.pt", lambda file: torch.save(user_content, file))
+        return hashes
+
+    everybody = _on_all(write_mine)
     if topology.rank == 0:
         files = {name: value for part in everybody for name, value in part.items()}
         decision = model.runtime.placement.decision if model is not None else None

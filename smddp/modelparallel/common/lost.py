@@ -11,9 +11,10 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
+from smddp.errors import AbortedError
 from smddp_smp.errors import SMPPeerError
 
-__all__ = ["as_smp_error", "smp_errors"]
+__all__ = ["as_smp_error", "smp_errors", "tells_of_loss"]
 
 
 def as_smp_error(error: BaseException) -> BaseException:
@@ -32,3 +33,15 @@ def smp_errors() -> Iterator[None]:
         yield
     except dist.DistError as error:
         raise as_smp_error(error) from error
+
+
+def tells_of_loss(error: BaseException) -> bool:
+    """Says whether a rank that leaves because of an error has to end all groups of smp.
+
+    Not after a signal, nor if it has only heard that another rank has left: that one knows whether
+    a rank is lost, and has ended its own groups.
+    """
+    causes: list[BaseException | None] = [error]
+    while (last := causes[-1]) is not None:
+        causes.append(last.__cause__)
+    return isinstance(error, Exception) and not any(isinstance(c, AbortedError) for c in causes)

@@ -165,6 +165,8 @@ class DistributedModel(ModelQueries):
         if not self.partitioned:
             self.runtime.divide(args, kwargs)
         result = map_tensors(force, self.get_module()(*args, **kwargs))
+        if task is None:
+            result = map_tensors(self.runtime.outside_step, result)
         return result if half is None else to_float(result)
 
     def backward(

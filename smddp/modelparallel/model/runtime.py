@@ -545,10 +545,7 @@ class ModelRuntime:
         entry = None if self.sharding is None else self.sharding.entry(parameter)
         if task is None:
             if entry is not None:
-                raise SMPUsageError(
-                    "with sharded data parallelism, call the model and model.backward inside a "
-                    "function decorated with smp.step"
-                )
+                _refuse_backward()
             self.data_parallel.outside_step(parameter)
             return
         gradient: torch.Tensor | None
@@ -561,6 +558,15 @@ class ModelRuntime:
             self._sum.add(parameter, frame.microbatch, gradient, frame.path)
             if self.data_parallel.hook_failure is not None:
                 raise self.data_parallel.hook_failure  # fails the step on all ranks of the pipeline
+
+    def outside_step(self, result: torch.Tensor) -> torch.Tensor:
+        """Returns what the model has computed outside a step, for the script.
+
+        With sharding, a backward pass of it raises at its beginning, before it changes gradients.
+        """
+        if self.sharding is not None and result.grad_fn is not None:
+            result.register_hook(_refuse_backward)  # type: ignore[no-untyped-call]
+        return result
 
     # --- hooks ------------------------------------------------------------------------------------
 
@@ -612,6 +618,13 @@ def _order_group(state: State) -> OrderGroup | None:
     """Returns this rank's order group; None if it decides alone what it runs next."""
     group = state.groups.order
     return OrderGroup(group, timeout_of(group)) if group is not None else None
+
+
+def _refuse_backward(_: Any = None) -> None:
+    raise SMPUsageError(
+        "with sharded data parallelism, call the model and model.backward inside a function "
+        "decorated with smp.step"
+    )
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from smddp.modelparallel.pipeline.remote_tensor import give_values
 from smddp.modelparallel.sharding.joined import SHARDS, form_of, united, without_parts
 from smddp.modelparallel.sharding.sharding import Sharding
 from smddp.modelparallel.tensor.module import divisions_of
-from smddp_smp.errors import SMPUsageError
+from smddp_smp.errors import SMPPeerError, SMPUsageError
 
 __all__ = ["ModelState"]
 
@@ -45,13 +45,14 @@ class ModelState:
             only_rank_0: of the job; the others get an empty dict.
 
         Raises:
-            SMPPeerError: a rank has not called it within the timeout of the process group.
+            SMPPeerError: a rank has not called it within the timeout of the process group, or its
+                sharding group has failed.
         """
         if self._placement.size > 1 and self._placement.divided:
             group = state.groups.of("pp")
             with together("state_dict", group):
                 self._tell_forms(group)
-                local = self._entries()
+                local = self._entries_of_all(group)
                 for name, value in local.items():
                     local[name] = self._gathered(name, value, group)
         else:
@@ -59,6 +60,25 @@ class ModelState:
         self._unite(local)
         if only_rank_0 and state.topology.rank != 0:
             return {}
+        return local
+
+    def _entries_of_all(self, group: dist.ProcessGroup) -> dict[str, Any]:
+        """Returns `_entries`; raises on all ranks of the pipeline if that has raised on one."""
+        if self._sharding is None:
+            return self._entries()
+        local, cause = {}, None
+        try:
+            local = self._entries()
+        except SMPPeerError as error:
+            cause = error
+        told: list[Any] = [None] * self._placement.size
+        dist.all_gather_object(told, "" if cause is None else str(cause), group=group)
+        if cause is not None:
+            raise cause
+        for rank, why in enumerate(told):
+            if why:
+                of_job = dist.get_global_rank(group, rank)
+                raise SMPPeerError(f"state_dict has failed on rank {of_job} of the job: {why}")
         return local
 
     def _unite(self, entries: dict[str, Any]) -> None:

@@ -62,8 +62,9 @@ class DistributedOptimizer(metaclass=_IsPatched):
 
     Raises:
         SMPInitializationError: `smp.init` has not been called.
-        SMPUsageError: the optimizer is one already, a parameter of it does not belong to the
-            model, dynamic_loss_args are wrong, or it is LBFGS and its state has to be divided.
+        SMPUsageError: it is no optimizer, or is one of smp already, a parameter of it does not
+            belong to the model, dynamic_loss_args are wrong, or it is LBFGS and its state has to be
+            divided.
     """
 
     def __new__(
@@ -76,6 +77,11 @@ class DistributedOptimizer(metaclass=_IsPatched):
         """Returns `optimizer` itself."""
         if not state.initialized:
             raise SMPInitializationError("call smp.init() before smp.DistributedOptimizer")
+        if not hasattr(optimizer, "param_groups"):
+            raise SMPUsageError(
+                "smp.DistributedOptimizer takes an optimizer such as torch.optim.AdamW, not "
+                f"{type(optimizer).__name__}"
+            )
         if hasattr(optimizer, "_smp_state"):
             raise SMPUsageError("the optimizer is a smp.DistributedOptimizer already")
         scaler = make_scaler(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)

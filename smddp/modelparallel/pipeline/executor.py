@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.engine import forget_failed_pass
-from smddp.modelparallel.common.lost import as_smp_error
+from smddp.modelparallel.common.lost import as_smp_error, tells_of_loss
 from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.channel import Arrival, Channel, Ended
@@ -363,11 +363,11 @@ class Executor:
         Args:
             error: why.
         """
-        lost = isinstance(error, Exception)
+        lost, before = tells_of_loss(error), self.left
         if lost or self.channel is not None or self.replicas is not None:
             self.left = self.left or summary(error)
         self.fail(-1, error)
-        if self.left:
+        if self.left and not before:
             self._abort(self.left, lost)
         if self.replicas is not None:
             self.on_leader_ended()
@@ -745,7 +745,7 @@ class Executor:
             microbatch: in which it was raised; -1 if not in a microbatch.
             error: the exception.
         """
-        lost = isinstance(error, dist.DistError)
+        broken = isinstance(error, dist.DistError)
         error = as_smp_error(error)
         failure = describe(microbatch, self.rank, error)
         with self._mutex:
@@ -755,7 +755,7 @@ class Executor:
             self._cause = error
             self._send_end(failure, [])
             self._stop()
-        if lost:  # a process group is broken, so the next step could not use it
+        if broken:  # the next step could not use the process group
             self.leave(error)
 
     def _task_failed(self, task: Task, error: BaseException) -> None:

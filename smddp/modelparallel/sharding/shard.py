@@ -200,7 +200,7 @@ class ShardedParameter:
         return SMPUsageError(
             f"parameter {self.name!r} is divided over {self.degree} ranks, and has values only in "
             "a step. Use model.state_dict() on all ranks for the whole, or parameter.ds_tensor for "
-            "the part of this rank"
+            "the part of this rank. An optimizer needs smp.DistributedOptimizer around it"
         )
 
 

@@ -60,12 +60,19 @@ def replace_marked(root: nn.Module) -> nn.Module:
         plan = planned_in(root, state.topology.tp_size, say)
     holders = _holders(root)
     new: dict[int, nn.Module] = {}
+    unknown = {option for module in root.modules() for option in mark_of(module) or ()}
     for parent, child_name, full_name, module in list(_candidates(root)):
         if id(module) not in new:
-            new[id(module)] = _replacement(root, module, full_name, holders, plan, say)
+            new[id(module)] = _replacement(root, module, full_name, holders, plan, unknown, say)
         if parent is None:
-            return new[id(module)]
-        parent._modules[child_name] = new[id(module)]
+            root = new[id(module)]
+        else:
+            parent._modules[child_name] = new[id(module)]
+    if unknown and first:
+        log.warning(
+            "smp: tensor parallelism: no module that is divided has an option %s",
+            " or ".join(repr(option) for option in sorted(unknown)),
+        )
     return root
 
 
@@ -131,9 +138,13 @@ def _replacement(
     name: str,
     holders: dict[int, list[nn.Module]],
     plan: dict[int, Registration],
+    unknown: set[str],
     say: Callable[[str], None],
 ) -> nn.Module:
-    """Returns what takes the place of a module; itself if it stays whole."""
+    """Returns what takes the place of a module; itself if it stays whole.
+
+    It takes the options that the distributed module has out of `unknown`.
+    """
     kind = type(module).__name__
     stays = f"module {name!r} ({kind}) is not divided over tensor-parallel ranks"
     inside = {id(part) for part in module.modules()}
@@ -149,6 +160,7 @@ def _replacement(
     if registration.init_hook is not None:
         args, kwargs = registration.init_hook(*args, **kwargs)
     known = inspect.signature(registration.dist_module).parameters
+    unknown.difference_update(known)
     kwargs = {**kwargs, **{key: value for key, value in options.items() if key in known}}
     try:
         with _settings_of(module):

@@ -9,7 +9,9 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.checkpoint import checkpoint, safetensors
 from smddp.modelparallel.checkpoint.checkpoint import _whole, full_state_dict
 from smddp.modelparallel.checkpoint.merge import main as merge
-from smddp_smp.errors import SMPUsageError
+from smddp_smp.errors import SMPMicrobatchError, SMPPeerError, SMPUsageError
 from smdistributed.modelparallel.test.torch.utils import dump_model, verify
 
 pytestmark = pytest.mark.multiprocess
@@ -381,6 +383,65 @@ def test_files_of_two_models_are_no_checkpoint(tmp_path: Path) -> None:
     survivor, dead = run_ranks(dying_among_shards, "2", str(tmp_path))
     assert survivor.returned, survivor
     assert dead.status == 7, dead
+
+
+def interrupted(path: str, where: int, degree: int) -> float:
+    """After a signal in one rank, all save: every call ends at once, on all ranks alike."""
+    config = {"sharded_data_parallel_degree": degree, "sdp_param_persistence_threshold": 1}
+    model, optimizer = begin(2, **(config if degree > 1 else {}))
+    train(model, optimizer, range(1))
+    if smp.rank() == where:
+
+        def interrupt(*_: Any) -> None:
+            if not interrupted:
+                interrupted.append(True)
+                os.kill(os.getpid(), signal.SIGINT)  # raises in the main thread
+                time.sleep(0.3)
+
+        interrupted: list[bool] = []
+        for layer in model.get_module().modules():
+            layer.register_forward_pre_hook(interrupt)
+    with pytest.raises((KeyboardInterrupt, SMPMicrobatchError, SMPPeerError)):
+        train(model, optimizer, range(1, 2))
+    begun = time.monotonic()
+    if degree > 1:  # whole parameters need the groups of steps
+        with pytest.raises(SMPPeerError):
+            smp.save_checkpoint(path, "whole", partial=False, model=model)
+    else:
+        smp.save_checkpoint(path, "whole", partial=False, model=model)
+    smp.save_checkpoint(path, "parts", model=model, optimizer=optimizer)
+    return time.monotonic() - begun
+
+
+@pytest.mark.parametrize(("where", "degree"), [(0, 1), (3, 1), (0, 2), (3, 2)])
+def test_all_ranks_save_after_one_was_interrupted(tmp_path: Path, where: int, degree: int) -> None:
+    for seconds in check_ranks(interrupted, "4", str(tmp_path), where, degree):
+        assert seconds < 30  # they would wait for ten minutes
+    assert (tmp_path / "whole").exists() == (degree == 1)
+    assert (tmp_path / "parts_partial" / "manifest.json").exists()
+
+
+def with_a_full_disk(path: str) -> None:
+    model, optimizer = begin(2)
+    train(model, optimizer, range(1))
+    real = checkpoint.write
+
+    def full(file: Path, fill: Any) -> str:
+        if file.name == "model_1.pt":
+            raise OSError(28, "No space left on device")
+        return real(file, fill)
+
+    checkpoint.write = full
+    kind: Any = OSError if smp.rank() == 1 else SMPPeerError
+    with pytest.raises(kind, match="No space left on device"):
+        smp.save_checkpoint(path, "one", model=model, optimizer=optimizer)
+    checkpoint.write = real
+    smp.save_checkpoint(path, "one", model=model, optimizer=optimizer)
+    smp.resume_from_checkpoint(path, "one")
+
+
+def test_a_rank_that_cannot_write_is_named_on_all(tmp_path: Path) -> None:
+    check_ranks(with_a_full_disk, "2", str(tmp_path))
 
 
 def test_a_folder_that_is_being_deleted_is_no_checkpoint(

@@ -575,6 +575,9 @@ def misused() -> None:
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(SMPUsageError, match="already"):
         smp.DistributedOptimizer(optimizer)
+    for no_optimizer in (None, model.parameters()):
+        with pytest.raises(SMPUsageError, match=r"takes an optimizer such as torch\.optim\.AdamW"):
+            smp.DistributedOptimizer(no_optimizer)
 
     # All ranks raise errors that rank 0 meets before the first microbatch, too.
     heard: list[str] = []

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import arrive, await_ranks, check_ranks, reserved_port, rotating, run_ranks
+from ranks import arrive, await_ranks, check_ranks, listen, reserved_port, rotating, run_ranks
 from smp import test_random_models
 from smp.zoo import ZOO, arguments, batch_of, device, make, train_step
 from torch import Tensor, nn
@@ -1271,6 +1271,30 @@ def test_autograd_refuses_an_activation_that_has_changed_as_without_sharding(deg
     check_ranks(changes_in_place, "2", degree)
 
 
+def backward_outside_a_step() -> None:
+    said = listen()
+    config = {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 9}
+    smp.init(config)
+    smp.init()
+    smp.init(config)
+    assert not any("a second call" in text for text in said)
+    smp.init({**config, "microbatches": 2})
+    assert any("a second call does nothing" in text for text in said)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
+    with pytest.raises(SMPUsageError, match=r"call the model and model\.backward inside"):
+        model(torch.ones(2, 8)).sum().backward()
+    # Neither have the parameters that are not sharded.
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    squares(model, torch.ones(2, 8))
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_backward_pass_outside_a_step_changes_no_gradient() -> None:
+    check_ranks(backward_outside_a_step, "2")
+
+
 _FAILS_OUTSIDE = """
 import torch
 from torch import nn
@@ -1278,7 +1302,7 @@ import smdistributed.modelparallel.torch as smp
 smp.init({"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 1})
 model = smp.DistributedModel(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))
 try:
-    model(torch.ones(2, 8)).sum().backward()
+    model.get_module()(torch.ones(2, 8)).sum().backward()
 except smp.SMPUsageError:
     print("refused")
 """

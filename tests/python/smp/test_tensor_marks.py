@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import check_ranks, run_ranks
+from ranks import check_ranks, listen, run_ranks
 from smp.zoo import device
 from torch import Tensor, nn
 
@@ -56,6 +56,21 @@ def test_hooks_need_the_signature_of_the_original() -> None:
         tp_register_with_module(Scaled, smp.nn.DistributedLinear, return_hook=3)  # type: ignore
     with pytest.raises(SMPUsageError, match="takes a module, not str"):
         smp.set_tensor_parallelism("x")  # type: ignore[arg-type]
+
+
+def misspelt() -> list[str]:
+    said = listen()
+    smp.init({"ddp": True, "tensor_parallel_degree": 2})
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    smp.set_tensor_parallelism(model[0], bias=False, bais=False)
+    smp.DistributedModel(model)
+    return [text for text in said if "has an option" in text]
+
+
+def test_an_option_that_no_module_has_is_said() -> None:
+    first, second = check_ranks(misspelt, "2")
+    assert first == ["smp: tensor parallelism: no module that is divided has an option 'bais'"]
+    assert not second
 
 
 class Tied(nn.Module):
