@@ -132,12 +132,12 @@ class Baton:
         save_state: Callable[[], Callable[[], None]],
         order: TaskOrder | None = None,
         prepare: Callable[[], Callable[[], None]] = lambda: _nothing,
+        clean_up: Callable[[Task], None] = lambda _: None,
     ) -> None:
         """Begins without threads.
 
         Args:
-            failed: called with a task and the exception that it has raised, on its thread; after an
-                abort that is Aborted.
+            failed: called with a task and the exception that it has raised, except Aborted.
             inbox: where messages come from.
             save_state: saves what other tasks may change while a task waits, such as the state of
                 random generators; returns a function that restores it. Called only if the waiting
@@ -145,9 +145,10 @@ class Baton:
             order: decides, with other ranks, which task is next; None if this rank decides alone.
             prepare: called on a thread that makes a worker; returns what runs first on the thread
                 of the worker.
+            clean_up: called after that, also for Aborted, with the task and on its thread.
         """
         self.order = order
-        self._prepare = prepare
+        self._prepare, self._clean_up = prepare, clean_up
         self.watch: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
         self._failed = failed
         self._inbox = inbox
@@ -433,7 +434,9 @@ class Baton:
                 if self.order is not None and task.number is not None and not self._aborted:
                     self.order.slice_ends()
             except BaseException as error:
-                self._failed(task, error)
+                if not isinstance(error, Aborted):
+                    self._failed(task, error)
+                self._clean_up(task)
             number = task.number
             # While this thread sleeps, it must not keep the task's objects alive.
             self._current.task = task = None

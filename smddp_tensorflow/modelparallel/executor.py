@@ -20,7 +20,7 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 import smddp_numpy
-from smddp_smp.baton import Aborted, Baton, Priority, Task, Ticket
+from smddp_smp.baton import Baton, Priority, Task, Ticket
 from smddp_smp.errors import SMPError, SMPPartitionError, SMPPeerError, SMPUsageError
 from smddp_smp.failure import Failure, describe, raise_as_error
 from smddp_smp.progress import Progress
@@ -563,8 +563,6 @@ class Executor:
     # --- failures ---------------------------------------------------------------------------------
 
     def _task_failed(self, task: Task, error: BaseException) -> None:
-        if isinstance(error, Aborted):
-            return
         microbatch = -1 if task.frame is None else task.frame.microbatch
         if isinstance(error, smddp_numpy.Error):
             self._broken = str(error)

@@ -27,14 +27,14 @@ import torch
 
 from smddp.modelparallel.checkpoint import safetensors
 from smddp.modelparallel.common.files import hash_of, read, write
+from smddp.modelparallel.job.meeting import done_on_all
 from smddp.modelparallel.job.messenger import Messenger
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.optimizer.distributed_optimizer import FP16_STATES, merged
 from smddp.modelparallel.optimizer.shards import SHARD
 from smddp.modelparallel.partition.placement import MARKER, Decision
 from smddp.modelparallel.sharding.joined import SHARDS, united
-from smddp_smp.errors import SMPPeerError, SMPUsageError
-from smddp_smp.failure import summary
+from smddp_smp.errors import SMPUsageError
 from smddp_smp.topology import CommGroup
 
 __all__ = [
@@ -200,29 +200,7 @@ def save_checkpoint(
             if partial and num_kept_partial_checkpoints is not None:
                 _delete_old(folder, folder / f"{tag}_partial", num_kept_partial_checkpoints)
 
-    _on_all(write_all)
-
-
-def _on_all(work: Callable[[], Any]) -> list[Any]:
-    """Returns what the work of each rank of the job returns; all of them have to call it.
-
-    Raises:
-        SMPPeerError: it has raised on another rank; this one would wait for that one later.
-        Exception: it has raised here.
-    """
-    result = cause = None
-    try:
-        result = work()
-    except Exception as error:
-        cause = error
-    why = "" if cause is None else summary(cause)
-    everybody = Messenger(state).allgather((why, result), CommGroup.WORLD)
-    if cause is not None:
-        raise cause
-    for rank, (text, _) in enumerate(everybody):
-        if text:
-            raise SMPPeerError(f"smp.save_checkpoint has failed on rank {rank} of the job: {text}")
-    return [found for _, found in everybody]
+    done_on_all("smp.save_checkpoint", write_all, state.groups.of("world"))
 
 
 def _save_whole(
@@ -459,7 +437,7 @@ def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> 
             write(folder / "user_content.pt", lambda file: torch.save(user_content, file))
         return hashes
 
-    everybody = _on_all(write_mine)
+    everybody = done_on_all("smp.save_checkpoint", write_mine, state.groups.of("world"))
     if topology.rank == 0:
         files = {name: value for part in everybody for name, value in part.items()}
         decision = model.runtime.placement.decision if model is not None else None

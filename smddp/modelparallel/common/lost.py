@@ -41,7 +41,9 @@ def tells_of_loss(error: BaseException) -> bool:
     Not after a signal, nor if it has only heard that another rank has left: that one knows whether
     a rank is lost, and has ended its own groups.
     """
-    causes: list[BaseException | None] = [error]
-    while (last := causes[-1]) is not None:
-        causes.append(last.__cause__)
-    return isinstance(error, Exception) and not any(isinstance(c, AbortedError) for c in causes)
+    if not isinstance(error, Exception):
+        return False
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, AbortedError):
+        cause = cause.__cause__
+    return cause is None

@@ -29,8 +29,8 @@ def is_initialized() -> bool:
 def init(config: Mapping[str, Any] | None = None) -> None:
     """Reads the configuration, initialises torch.distributed, and makes the process groups.
 
-    Every rank has to call it before anything else of smp. A second call does nothing,
-    and warns if its configuration is another one.
+    Every rank has to call it before anything else of smp. A second call does nothing, and
+    warns if its configuration is another one.
 
     Args:
         config: the keys of `smddp_smp.config_keys`; the environment variable
@@ -47,9 +47,10 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         (0, 1)
     """
     if state.initialized:
-        again = configure(config, os.environ, warn=False)
-        if config is not None and again.as_dict() != state.cfg.as_dict():
-            log.warning("smp.init: a second call does nothing; this configuration is not used")
+        if config is not None:
+            again = configure(config, os.environ, warn=False)
+            if again.as_dict() != state.cfg.as_dict():
+                log.warning("smp.init: a second call does nothing; this configuration is not used")
         return
     complete_from_launcher()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from smddp_smp.errors import SMPPeerError
+from smddp_smp.failure import summary
 
-__all__ = ["gathered", "gathered_over", "together"]
+__all__ = ["done_on_all", "gathered", "gathered_over", "together"]
 
 log = logging.getLogger("smddp.modelparallel")
 
@@ -89,6 +90,37 @@ def gathered_over(what: str, mine: Any, groups: Sequence[dist.ProcessGroup]) -> 
     for group in groups:
         found = [one for some in gathered(what, found, group) for one in some]
     return found
+
+
+def done_on_all(what: str, work: Callable[[], Any], group: dist.ProcessGroup) -> list[Any]:
+    """Does the work of this rank; returns what that of each rank of a group returns.
+
+    If it raises on one rank, it raises on all, so no rank waits for that one later.
+
+    Args:
+        what: the call; for messages.
+        work: returns any object that pickles.
+        group: all its ranks have to make the call.
+
+    Raises:
+        SMPPeerError: the work of another rank has raised.
+        Exception: that of this rank has raised.
+    """
+    result = cause = None
+    try:
+        result = work()
+    except Exception as error:
+        cause = error
+    everybody: list[Any] = [None] * group.size()
+    mine = "" if cause is None else summary(cause), result
+    dist.all_gather_object(everybody, mine, group=group)
+    if cause is not None:
+        raise cause
+    for rank, (why, _) in enumerate(everybody):
+        if why:
+            of_job = dist.get_global_rank(group, rank)
+            raise SMPPeerError(f"{what} has failed on rank {of_job} of the job: {why}")
+    return [found for _, found in everybody]
 
 
 def _listed(ranks: list[int]) -> str:

@@ -11,14 +11,14 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
 from smddp.modelparallel.delayed.life import with_values
-from smddp.modelparallel.job.meeting import gathered_over, together
+from smddp.modelparallel.job.meeting import done_on_all, gathered_over, together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.partition.placement import MARKER, Placement
 from smddp.modelparallel.pipeline.remote_tensor import give_values
 from smddp.modelparallel.sharding.joined import SHARDS, form_of, united, without_parts
 from smddp.modelparallel.sharding.sharding import Sharding
 from smddp.modelparallel.tensor.module import divisions_of
-from smddp_smp.errors import SMPPeerError, SMPUsageError
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["ModelState"]
 
@@ -66,19 +66,8 @@ class ModelState:
         """Returns `_entries`; raises on all ranks of the pipeline if that has raised on one."""
         if self._sharding is None:
             return self._entries()
-        local, cause = {}, None
-        try:
-            local = self._entries()
-        except SMPPeerError as error:
-            cause = error
-        told: list[Any] = [None] * self._placement.size
-        dist.all_gather_object(told, "" if cause is None else str(cause), group=group)
-        if cause is not None:
-            raise cause
-        for rank, why in enumerate(told):
-            if why:
-                of_job = dist.get_global_rank(group, rank)
-                raise SMPPeerError(f"state_dict has failed on rank {of_job} of the job: {why}")
+        local: dict[str, Any] = {}
+        done_on_all("state_dict", lambda: local.update(self._entries()), group)
         return local
 
     def _unite(self, entries: dict[str, Any]) -> None:

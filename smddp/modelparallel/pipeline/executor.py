@@ -118,7 +118,12 @@ class Executor:
             if not replicas.leads:
                 order = Follower(self._diverged, lambda: self._order_over.set())
         self.baton = Baton(
-            self._task_failed, self, lambda: RandomState().restore, order, _prepare_thread
+            self._task_failed,
+            self,
+            lambda: RandomState().restore,
+            order,
+            _prepare_thread,
+            _forget_values,
         )
         self.caller = CallerSide(self)
         self.server = Server(self, self.caller)
@@ -760,14 +765,9 @@ class Executor:
 
     def _task_failed(self, task: Task, error: BaseException) -> None:
         frame: Frame | None = task.frame
-        if not isinstance(error, Aborted):
-            if frame is not None and isinstance(error, Exception):
-                self._fetch_lazy_values(frame)
-            self.fail(frame.microbatch if frame is not None else -1, error)
-        # Else values of the step would stay in memory.
-        forget_failed_pass()
-        if frame is not None:
-            frame.open = None
+        if frame is not None and isinstance(error, Exception):
+            self._fetch_lazy_values(frame)
+        self.fail(frame.microbatch if frame is not None else -1, error)
 
     def _fetch_lazy_values(self, frame: Frame) -> None:
         """Fetches the values of a failed task's lazy tensors.
@@ -894,6 +894,13 @@ def _prepare_thread() -> Callable[[], None]:
         device.use(place)
 
     return prepare
+
+
+def _forget_values(task: Task) -> None:
+    """Frees the values of its step that a task that has raised would keep in memory."""
+    forget_failed_pass()
+    if task.frame is not None:
+        task.frame.open = None
 
 
 def _leaf(tensor: Any) -> Any:

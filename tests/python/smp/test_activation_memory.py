@@ -13,6 +13,7 @@ import device_cases
 import pytest
 import torch
 from ranks import check_ranks, listen
+from smp.zoo import Fault
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -235,26 +236,7 @@ def test_a_scratch_file_that_cannot_be_written_fails_the_step_on_all_ranks() -> 
     assert "No space left on device. Set TMPDIR to a folder with more room" in first[1]
 
 
-class Fails(nn.Module):
-    """Raises in a forward or a backward pass, when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.where = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.where == "forward":
-            raise ValueError(self.where)
-        y = x.clone()
-        if self.where == "backward":
-            y.register_hook(self._raise)
-        return y
-
-    def _raise(self, _: Tensor) -> None:
-        raise ValueError(self.where)
-
-
-def failing_in(where: str, pp: int, config: dict[str, Any]) -> list[int]:
+def failing_in(when: str, pp: int, config: dict[str, Any]) -> list[int]:
     """Fails on the last partition of the first replica; returns what is left without `gc`."""
     smp.init(
         {"partitions": pp, "microbatches": MICROBATCHES, "ddp": True}
@@ -263,11 +245,11 @@ def failing_in(where: str, pp: int, config: dict[str, Any]) -> list[int]:
     )
     torch.manual_seed(0)
     parts: list[nn.Module] = []
-    fails = [Fails() for _ in range(pp)]
+    faults = [Fault() for _ in range(pp)]
     for index in range(pp):
         with smp.partition(index):
             parts.append(nn.Sequential(*[Layer() for _ in range(LAYERS)]))
-            parts.append(fails[index])
+            parts.append(faults[index])
     model = smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, WIDTH), *parts))
     if config.get("offload_activations"):
         for part in parts[::2]:
@@ -277,21 +259,21 @@ def failing_in(where: str, pp: int, config: dict[str, Any]) -> list[int]:
     gc.collect()
     gc.disable()
     if smp.dp_rank() == 0 and smp.pp_rank() == pp - 1:
-        fails[-1].where = where
+        faults[-1].when = when
     with pytest.raises((SMPMicrobatchError, SMPPeerError)):
         train(model, x)
     smp.barrier()
     left = [Live.count("argument") + Live.count("inner")]
     if pp == 1:
         # Neither does a forward pass keep values if no backward pass follows it.
-        fails[-1].where = ""
+        faults[-1].when = ""
         model(x)
         left.append(Live.count("argument") + Live.count("inner"))
     return left
 
 
 @pytest.mark.parametrize(
-    ("where", "ranks", "pp", "config"),
+    ("when", "ranks", "pp", "config"),
     [
         ("forward", 4, 2, {"offload_activations": True}),
         ("backward", 2, 2, {"pipeline": "interleaved"}),
@@ -300,9 +282,9 @@ def failing_in(where: str, pp: int, config: dict[str, Any]) -> list[int]:
     ],
 )
 def test_a_step_that_fails_keeps_no_values(
-    where: str, ranks: int, pp: int, config: dict[str, Any]
+    when: str, ranks: int, pp: int, config: dict[str, Any]
 ) -> None:
-    for left in check_ranks(failing_in, str(ranks), where, pp, config):
+    for left in check_ranks(failing_in, str(ranks), when, pp, config):
         assert not any(left)
 
 

@@ -534,7 +534,7 @@ def misused() -> None:
         ),
         (
             {"sharded_data_parallel_degree": 3, "ddp": True},
-            "does not divide the number",
+            "does not divide the number of replicas",
         ),
         ({"partitions": 3}, "2 ranks cannot be divided into pipelines of 3"),
     ):

@@ -18,7 +18,7 @@ import torch
 from smp.test_task_order_simulated import STALLED, Job, Program, Rank
 
 from smddp.modelparallel.sharding.gathers import Gathers
-from smddp_smp.baton import Aborted, Task
+from smddp_smp.baton import Task
 from smddp_smp.errors import SMPPeerError
 from smddp_smp.failure import PlanChangedError
 from smddp_smp.order import Leader, TaskName
@@ -133,8 +133,6 @@ class ShardedRank(Rank):
             super().carry()
 
     def failed(self, task: Task, error: BaseException) -> None:
-        if isinstance(error, Aborted):
-            return
         if not isinstance(error, (PlanChangedError, SMPPeerError, ToldError)):
             self.errors.append(error)
         self.job.stop(self, error)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from smddp_smp.baton import Aborted, Baton, Priority, Task, Ticket
+from smddp_smp.baton import Baton, Priority, Task, Ticket
 from smddp_smp.order import Follower, Leader, TaskName
 
 STALLED = 20.0  # seconds after which a case has stalled
@@ -173,8 +173,6 @@ class Rank:
         self.baton.abort()
 
     def failed(self, task: Task, error: BaseException) -> None:
-        if isinstance(error, Aborted):
-            return
         self.errors.append(error)
         self.baton.abort()
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import check_ranks
 from smp.test_tensor import SHARDED, Model, batch_of, loss_of
+from smp.zoo import Fault
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
@@ -30,25 +31,6 @@ def train(model: Any, ids: Tensor, fault: str) -> Tensor:
     loss = loss_of(model(ids), ids)
     model.backward(loss)
     return loss
-
-
-class Fault(nn.Module):
-    """Fails on its rank if it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.when = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.when == "forward":
-            raise ZeroDivisionError("in forward")
-        if self.when == "backward":
-            x = x * 1
-            x.register_hook(self._fail)
-        return x
-
-    def _fail(self, gradient: Tensor) -> None:
-        raise ZeroDivisionError("in backward")
 
 
 def model_with_faults() -> tuple[Model, list[Fault]]:

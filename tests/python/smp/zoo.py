@@ -22,6 +22,25 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+class Fault(nn.Module):
+    """Fails on its rank if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.when = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.when == "forward":
+            raise ZeroDivisionError("in forward")
+        if self.when == "backward":
+            x = x * 1
+            x.register_hook(self._fail)
+        return x
+
+    def _fail(self, gradient: Tensor) -> None:
+        raise ZeroDivisionError("in backward")
+
+
 @dataclasses.dataclass
 class Entry:
     """One model of the zoo.
