@@ -158,7 +158,8 @@ void bindMailbox(py::module& m) {
             py::list result;
             for (auto& arrival : arrived) {
               result.append(py::make_tuple(arrival.peer, py::bytes(arrival.header),
-                                           std::move(arrival.tensors), arrival.error));
+                                           std::move(arrival.tensors),
+                                           smddp::bindings::asPythonError(arrival.error)));
             }
             return result;
           },

@@ -124,10 +124,12 @@ bool Mailbox::advance(Stream& stream, std::vector<Arrival>& arrived) {
         if (last) return false;
       }
     }
-  } catch (const std::exception& error) {
-    arrived.push_back({stream.peer, {}, {}, true, error.what()});
-    return false;
+  } catch (const Error& error) {
+    arrived.push_back({stream.peer, {}, {}, true, toTorch(error)});
+  } catch (const std::exception&) {
+    arrived.push_back({stream.peer, {}, {}, true, std::current_exception()});
   }
+  return false;
 }
 
 void Mailbox::receiveFront(Stream& stream, int64_t first) {

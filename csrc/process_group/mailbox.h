@@ -38,8 +38,8 @@ class Mailbox {
     std::string header;
     std::vector<std::optional<at::Tensor>> tensors;
     bool last = false;
-    // Why the stream has failed: then `last` is true, and there is neither header nor tensor.
-    std::string error;
+    // Why the stream has failed, as torch's exception: then `last` is true, and there is neither header nor tensor.
+    std::exception_ptr error;
   };
 
   explicit Mailbox(c10::intrusive_ptr<ProcessGroup> group);

@@ -107,7 +107,7 @@ def _on_all(ended: Tensor) -> bool:
     """Says whether all texts have ended, on all ranks that have to make the same steps."""
     flag = ended.all().int()
     if state.topology.tp_size > 1:
-        dist.all_reduce(flag, dist.ReduceOp.MIN, group=state.groups.of("mp"))
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=state.groups.of_steps("mp"))
     if state.groups.sharding is not None:
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=state.groups.sharding.gradients)
     return bool(flag)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from smddp.errors import AbortedError
 from smddp_smp.errors import SMPPeerError
 
-__all__ = ["as_smp_error", "smp_errors", "tells_of_loss"]
+__all__ = ["as_smp_error", "loss", "smp_errors", "tells_of_loss"]
 
 
 def as_smp_error(error: BaseException) -> BaseException:
@@ -33,6 +33,21 @@ def smp_errors() -> Iterator[None]:
         yield
     except dist.DistError as error:
         raise as_smp_error(error) from error
+
+
+def loss(who: str, error: Exception) -> str:
+    """Returns what to say when the stream of messages from a rank has failed.
+
+    Args:
+        who: the rank.
+        error: of the stream.
+    """
+    if not tells_of_loss(error):
+        return f"nothing comes from {who} any more: {error}"
+    return (
+        f"{who} is gone: {error}. Its own log says why; if it came to its end, it made fewer steps "
+        "than others"
+    )
 
 
 def tells_of_loss(error: BaseException) -> bool:

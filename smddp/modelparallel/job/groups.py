@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from smddp_smp.topology import Topology
 __all__ = ["Groups", "ShardingGroups", "timeout_of"]
 
 _KINDS = ("mp", "dp", "tp", "pp", "rdp")
-_REDUCING = ("dp", "rdp")
+_Sets = tuple[tuple[int, ...], ...]  # all groups of a kind, each by its ranks
 
 
 class ShardingGroups(NamedTuple):
@@ -38,7 +38,7 @@ class ShardingGroups(NamedTuple):
 class Groups:
     """The process groups of a rank.
 
-    Scripts can get all but four of them. These keep smp's messages apart from the scripts' own.
+    Scripts can get those of `of`. The others keep smp's messages apart from the scripts' own.
     All groups have the timeout of the default group.
 
     Attributes:
@@ -67,17 +67,9 @@ class Groups:
         world = dist.group.WORLD
         assert world is not None
         timeout = timeout_of(world)
-        self._by_kind: dict[str, dist.ProcessGroup] = {"world": world}
-        # Some kinds have the same members: mp and pp, for instance, without tensor parallelism.
-        # Those in which steps reduce gradients are groups of their own: `abort` ends them.
-        made: dict[Any, dist.ProcessGroup] = {
-            (False, (tuple(range(topology.size)),)): self._by_kind["world"]
-        }
-        for kind in _KINDS:
-            key = kind in _REDUCING, tuple(topology.groups(kind))
-            if key not in made:
-                made[key] = _new_group(key[1], topology.rank, timeout)
-            self._by_kind[kind] = made[key]
+        everybody = (tuple(range(topology.size)),)
+        self._by_kind = {"world": world, **_new_groups(topology, timeout, {everybody: world})}
+        self._of_steps = _new_groups(topology, timeout, {})
         self.messages = _new_group(((*range(topology.size),),), topology.rank, timeout)
         self.pipeline = _new_group(tuple(topology.groups("pp")), topology.rank, timeout)
         self.order: dist.ProcessGroup | None = None
@@ -106,6 +98,13 @@ class Groups:
         """Returns this rank's group of a kind, which is a value of `CommGroup`, such as "pp"."""
         return self._by_kind[kind]
 
+    def of_steps(self, kind: str) -> dist.ProcessGroup:
+        """Returns a group with the same ranks, for calls of steps and of optimizers only.
+
+        It ends when a rank leaves. Those of `of` live on after a signal, for saving.
+        """
+        return self._of_steps[kind]
+
     def abort(self, reason: str, lost: bool) -> None:
         """Ends every wait in these groups, on all ranks, and every later one.
 
@@ -118,7 +117,7 @@ class Groups:
                 Otherwise only the groups of steps end: a script may still save the model.
         """
         ended = [self.pipeline, self.order, self.exchange.group, *(self.sharding or ())]
-        ended += [self._by_kind[kind] for kind in (_KINDS if lost else _REDUCING)]
+        ended += [*self._of_steps.values(), *(self._by_kind.values() if lost else ())]
         for group in dict.fromkeys(ended):
             # The default group is not smp's to end.
             if group is None or group is dist.group.WORLD:
@@ -131,6 +130,7 @@ class Groups:
     def close(self) -> None:
         """Forgets the groups. Whoever has made the default group destroys it."""
         self._by_kind.clear()
+        self._of_steps.clear()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -142,6 +142,23 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
             continue
         return timeout
     return dist.default_pg_timeout
+
+
+def _new_groups(
+    topology: Topology, timeout: timedelta, made: dict[_Sets, dist.ProcessGroup]
+) -> dict[str, dist.ProcessGroup]:
+    """Returns this rank's group of each kind.
+
+    Some kinds have the same members: mp and pp, for instance, without tensor parallelism. `made`
+    has the groups that exist.
+    """
+    found = {}
+    for kind in _KINDS:
+        sets = tuple(topology.groups(kind))
+        if sets not in made:
+            made[sets] = _new_group(sets, topology.rank, timeout)
+        found[kind] = made[sets]
+    return found
 
 
 def _new_group(

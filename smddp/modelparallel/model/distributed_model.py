@@ -111,7 +111,7 @@ class DistributedModel(ModelQueries):
         if overlapping_allreduce is None:
             overlapping_allreduce = cfg.overlapping_allreduce
         data_parallel = DataParallel(
-            state.groups.of("dp"),
+            state.groups.of_steps("dp"),
             topology.size_of("dp"),
             bucket_cap_mb,
             backward_passes_per_step,
@@ -122,7 +122,7 @@ class DistributedModel(ModelQueries):
         if topology.tp_size > 1:
             copies = topology.rdp_size
             losses = copies if cfg.prescaled_batch else topology.size_of("dp")
-            data_parallel.divided = Ranks(state.groups.of("rdp"), copies, losses)
+            data_parallel.divided = Ranks(state.groups.of_steps("rdp"), copies, losses)
             data_parallel.is_divided = lambda parameter: division_of(parameter) is not None
         # Not by nn.Module.__setattr__, because it does not belong to the model.
         self.__dict__["runtime"] = ModelRuntime(

@@ -21,7 +21,7 @@ __all__ = ["clip_grad_norm", "global_norm", "largest", "whole_norm"]
 def largest(value: torch.Tensor) -> torch.Tensor:
     """Returns the maximum of a tensor over the ranks that share one replica of the model."""
     if state.initialized and state.topology.size_of("mp") > 1:
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=state.groups.of("mp"))
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=state.groups.of_steps("mp"))
     if state.initialized and state.groups.sharding is not None:
         dist.all_reduce(value, dist.ReduceOp.MAX, group=state.groups.sharding.gradients)
     return value
@@ -46,7 +46,7 @@ def _groups_of(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     """Returns the groups whose ranks have different parts of a parameter, one after the other."""
     groups = [parameter.group] if isinstance(parameter, Shard) else []
     if division_of(parameter) is not None:
-        groups.append(state.groups.of("tp"))
+        groups.append(state.groups.of_steps("tp"))
     return tuple(groups)
 
 
@@ -117,7 +117,7 @@ def global_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> t
     if state.topology.pp_size == 1:
         return total
     total = total.to(model.runtime.device, torch.float32)
-    return _over_group(total, norm_type, state.groups.of("pp"))
+    return _over_group(total, norm_type, state.groups.of_steps("pp"))
 
 
 def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -39,7 +39,7 @@ class Shards:
     def __init__(self) -> None:
         topology = state.topology
         self.rank, self.size = topology.rank_in("rdp"), topology.size_of("rdp")
-        self.group = state.groups.of("rdp")
+        self.group = state.groups.of_steps("rdp")
         self._device = torch.device("cpu")
         self._owners: dict[int, int] = {}  # by id of the parameter
         self._parameters: list[list[nn.Parameter]] = [[] for _ in range(self.size)]

@@ -56,7 +56,7 @@ class Channel:
     """This rank's ends of all streams of its pipeline.
 
     One thread at a time may call `take`; any thread may call `send` and `interrupt`. A stream that
-    has failed stays broken: `Executor.run` raises in later steps.
+    has failed stays broken, and the rank leaves the job; see `Executor.leave`.
 
     Attributes:
         peers: the other ranks of the pipeline.
@@ -195,8 +195,8 @@ class _MailboxStreams:
     def take(self, block: bool) -> list[Arrival]:
         arrived: list[Arrival] = []
         for peer, pickled, tensors, error in self._mailbox.take(block):
-            if error:
-                arrived.append((peer, Ended(RuntimeError(error))))
+            if error is not None:
+                arrived.append((peer, Ended(error)))
                 continue
             message = _message(pickled, tensors)
             arrived.append((peer, message))

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.engine import forget_failed_pass
-from smddp.modelparallel.common.lost import as_smp_error, tells_of_loss
+from smddp.modelparallel.common.lost import as_smp_error, loss, smp_errors, tells_of_loss
 from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.channel import Arrival, Channel, Ended
@@ -285,7 +285,8 @@ class Executor:
             raise
         finally:
             try:
-                silent = self._await_ends()
+                with smp_errors():
+                    silent = self._await_ends()
             except BaseException as error:
                 self.leave(error)
                 raise
@@ -302,7 +303,9 @@ class Executor:
                     model.accept_reports(self._reports, order_matters)
                 self._model = self._driver = None
         if silent:
-            self._raise_silence(silent[0])
+            silence = self._silence_of(silent[0])
+            self.leave(silence)
+            raise silence
         self._raise_failure()
         result, self._result = self._result, None
         assert result is not None
@@ -402,7 +405,8 @@ class Executor:
         own = Outcome(elsewhere, redo, order_matters, findings)
         try:
             outcomes = self.replicas.end(own)
-        except SMPPeerError:
+        except SMPPeerError as error:
+            self.leave(error)
             if failure:
                 return redo, order_matters
             raise
@@ -669,9 +673,11 @@ class Executor:
 
     def on_lost(self, rank: int, error: Exception) -> None:
         """Ends the step because a rank of another replica is gone; see `OrderEvents`."""
-        lost = Elsewhere(rank, f"it is gone: {error}. Its own log says why", redo=False)
+        lost = Elsewhere(rank, loss("it", error), redo=False)
         self.on_stop(lost)
-        self.on_leader_ended()
+        reason = lost.error()
+        reason.__cause__ = error
+        self.leave(reason)
 
     def _stop_with(self, failure: Failure) -> None:
         """Ends the step; or only what is left of it, if all ranks of the pipeline have ended it."""
@@ -780,16 +786,18 @@ class Executor:
                 frame.open.fetch()
 
     def _peer_lost(self, peer: int, error: Exception) -> None:
-        text = (
-            f"{self._who(peer)} is gone: {error}. Its own log says why; if it came to its end, "
-            "it made fewer steps than others"
-        )
+        assert self.channel is not None
+        self.channel.broken[peer] = error
+        text = loss(self._who(peer), error)
         with self._mutex:
             self._failures.append(Failure(-1, self.rank, text, "", None))
             self._send_end(self._failures[-1], [])
             self._stop()
         if peer == 0:
             self._placed.set()
+        reason = SMPPeerError(text)
+        reason.__cause__ = error
+        self.leave(reason)
 
     def _on_end(self, peer: int, message: Message) -> None:
         if peer == 0:
@@ -854,26 +862,18 @@ class Executor:
         cause, self._cause = self._cause, None
         raise_as_error(first, self._who(first.rank), cause if first.rank == self.rank else None)
 
-    def _raise_silence(self, peer: int) -> NoReturn:
+    def _silence_of(self, peer: int) -> SMPPeerError:
         text = f"{self._who(peer)} {_SILENT}"
         if self._failures:
             first = choose(self._failures)
             text += f", which had failed on {self._who(first.rank)}: {first.text}"
         self._cause = None
-        raise SMPPeerError(text)
+        return SMPPeerError(text)
 
     def check(self) -> None:
         """Raises SMPPeerError if there can be no step any more; called before each."""
         if self.left:
             raise SMPPeerError(f"this rank has left the job in an earlier step: {self.left}")
-        if self.channel is not None and self.channel.broken:
-            peer, error = next(iter(self.channel.broken.items()))
-            raise SMPPeerError(f"{self._who(peer)} was lost in an earlier step: {error}")
-        if self.replicas is not None and self.replicas.lost is not None:
-            rank, error = self.replicas.lost
-            raise SMPPeerError(
-                f"rank {rank} of the job, of another replica, was lost in an earlier step: {error}"
-            )
 
     def _who(self, peer: int) -> str:
         of_job = self._job_ranks[peer]

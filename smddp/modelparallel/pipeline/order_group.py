@@ -96,21 +96,12 @@ class OrderGroup:
         self._gate = threading.Semaphore(0)
         threading.Thread(target=self._run, name="smp-order", daemon=True).start()
 
-    @property
-    def lost(self) -> tuple[int, Exception] | None:
-        """A rank of the job whose stream is broken, and why; None if there is none."""
-        for peer, error in self._channel.broken.items():
-            return self.ranks[peer], error
-        return None
-
     def begin(self, events: OrderEvents) -> None:
         """Begins a step.
 
         Args:
             events: is told what comes.
         """
-        if self.lost is not None:
-            return
         self._events = events
         self._outcomes, self._stops, self._quiet = {}, {}, set()
         self._stopped = self._ended = False
@@ -196,9 +187,10 @@ class OrderGroup:
             self._channel.end(peer, Ended(RuntimeError(late)))
             self._channel.interrupt()
         self._events = None
-        if self.lost is not None:
-            rank, error = self.lost
-            raise SMPPeerError(f"rank {rank} of the job, of another replica, was lost: {error}")
+        for peer, error in self._channel.broken.items():
+            raise SMPPeerError(
+                f"rank {self.ranks[peer]} of the job, of another replica, was lost: {error}"
+            ) from error
         outcomes = {**self._outcomes, self._rank: own}
         return [outcomes[member] for member in sorted(outcomes)]
 

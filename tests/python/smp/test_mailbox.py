@@ -119,7 +119,7 @@ def exchange() -> int:
         expected = {peer: messages(peer) for peer in range(size) if peer != me}
         while any(expected.values()):
             for peer, header, tensors, error in mailbox.take(True):
-                assert error == ""
+                assert error is None
                 wanted, values = expected[peer].pop(0)
                 assert header == wanted
                 assert len(tensors) == len(values)
