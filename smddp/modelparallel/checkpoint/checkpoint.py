@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from smddp.modelparallel.checkpoint import safetensors
-from smddp.modelparallel.common.files import hash_of, read, write
+from smddp.modelparallel.common.files import hash_of, read, remove_unfinished, write
 from smddp.modelparallel.job.meeting import done_on_all
 from smddp.modelparallel.job.messenger import Messenger
 from smddp.modelparallel.job.state import state
@@ -210,6 +210,7 @@ def _save_whole(
     first = state.topology.rank == 0
     if first:  # otherwise that of an earlier model could stay with this one
         (folder / f"user_content_{tag}").unlink(missing_ok=True)
+        remove_unfinished(folder, tag)
     if tag.endswith(_INDEX):
         _save_shards(folder / tag, model, translate_if_full)
     else:
@@ -262,8 +263,8 @@ def resume_from_checkpoint(
     model, optimizer = state.current_model(), state.current_optimizer()
     if model is None:
         raise SMPUsageError("create smp.DistributedModel before resume_from_checkpoint")
-    tag = _newest(folder, partial) if tag is None else tag
     if not partial:
+        tag = tag or _newest(folder, False)
         file = folder / tag
         if not file.exists():
             parts = folder / f"{tag}_partial"
@@ -276,12 +277,7 @@ def resume_from_checkpoint(
             translate_function(entries) if translate_function else entries, strict
         )
         return _user_content(folder / f"user_content_{tag}")
-    parts = folder / f"{tag}_partial"
-    if not parts.exists() and (folder / tag).exists():
-        raise FileNotFoundError(
-            f"there is no checkpoint {parts}; there is one of the whole model, {folder / tag}: "
-            "load it with partial=False"
-        )
+    parts = _parts(folder, tag)
     manifest = _manifest(parts)
     entries = _merged_model(parts, manifest)
     if entries:
@@ -313,8 +309,20 @@ def full_state_dict(path: str, tag: str | None = None) -> dict[str, Any]:
         FileNotFoundError: there is no such checkpoint, or a part of it is missing.
         ValueError: a file is damaged.
     """
-    parts = Path(path) / f"{tag or _newest(Path(path), True)}_partial"
+    parts = _parts(Path(path), tag)
     return _merged_model(parts, _manifest(parts))
+
+
+def _parts(folder: Path, tag: str | None) -> Path:
+    """Returns the folder of a checkpoint in parts, the newest one without a tag."""
+    tag = tag or _newest(folder, True)
+    parts = folder / f"{tag}_partial"
+    if not parts.exists() and (folder / tag).exists():
+        raise FileNotFoundError(
+            f"there is no checkpoint {parts}; there is one of the whole model, {folder / tag}, "
+            "which resume_from_checkpoint loads with partial=False"
+        )
+    return parts
 
 
 def _newest(folder: Path, partial: bool) -> str:
@@ -322,7 +330,11 @@ def _newest(folder: Path, partial: bool) -> str:
     for name in (_NEWEST_OF_KIND[partial], _NEWEST):
         if (folder / name).exists():
             return (folder / name).read_text().strip()
-    raise FileNotFoundError(f"there is no checkpoint in {folder}: it has no file {_NEWEST}")
+    inside = folder.name.endswith("_partial")
+    hint = f"; pass {folder.parent}, and the tag {folder.name.removesuffix('_partial')}"
+    raise FileNotFoundError(
+        f"there is no checkpoint in {folder}: it has no file {_NEWEST}{hint if inside else ''}"
+    )
 
 
 # --- one file -------------------------------------------------------------------------------------
@@ -425,6 +437,7 @@ def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> 
     folder.mkdir(parents=True, exist_ok=True)
     topology = state.topology
     if topology.rank == 0:
+        remove_unfinished(folder)
         write(folder / _UNFINISHED, lambda _: None)
     Messenger(state).barrier(CommGroup.WORLD)
 

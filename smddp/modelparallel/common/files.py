@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import pickle
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["hash_of", "read", "write"]
+__all__ = ["hash_of", "read", "remove_unfinished", "write"]
 
 
 def write(file: Path, fill: Callable[[Any], Any]) -> str:
@@ -43,6 +44,18 @@ def write(file: Path, fill: Callable[[Any], Any]) -> str:
     finally:
         os.close(folder)
     return result
+
+
+def remove_unfinished(folder: Path, name: str | None = None) -> None:
+    """Deletes what `write` has left of files because its process was killed.
+
+    Args:
+        folder: in which no process writes now.
+        name: of one file; None for all files.
+    """
+    pattern = "*" if name is None else glob.escape(name)
+    for unfinished in folder.glob(f".{pattern}.*.part"):
+        unfinished.unlink(missing_ok=True)
 
 
 def hash_of(file: Path) -> str:

@@ -245,6 +245,6 @@ def _profile(runtime: ModelRuntime, example: Example) -> tuple[Profile | None, s
         return profile_model(root, by_shape, example, runtime.half), ""
     except Exception as error:
         return None, (
-            "activations are not predicted: the model does not run on tensors without values "
-            f"({type(error).__name__}: {error})"
+            "activations are not predicted: a call of the model with such arguments fails on "
+            f"tensors without values ({type(error).__name__}: {error}). Are the arguments right?"
         )

@@ -454,6 +454,25 @@ def test_a_folder_that_is_being_deleted_is_no_checkpoint(
         checkpoint.full_state_dict(str(tmp_path), "two")
 
 
+def test_what_a_killed_job_leaves_is_deleted(tmp_path: Path) -> None:
+    parts = tmp_path / "two_partial"
+    parts.mkdir()
+    left = parts / ".model_0.pt.4711.part"
+    left.touch()
+    check_ranks(saving, "2", 2, str(tmp_path))
+    assert not left.exists()
+
+
+def test_a_wrong_folder_comes_with_a_hint(tmp_path: Path) -> None:
+    (tmp_path / "whole").touch()
+    (tmp_path / "newest").write_text("whole")
+    with pytest.raises(FileNotFoundError, match=f"the whole model, {tmp_path}/whole, which"):
+        checkpoint.full_state_dict(str(tmp_path))
+    (tmp_path / "two_partial").mkdir()
+    with pytest.raises(FileNotFoundError, match=f"pass {tmp_path}, and the tag two"):
+        checkpoint.full_state_dict(str(tmp_path / "two_partial"))
+
+
 def test_folders_of_the_original(tmp_path: Path) -> None:
     """They have no manifest, and other numbers at the end of a file's name."""
     saved = check_ranks(saving, "2", 2, str(tmp_path))
