@@ -415,7 +415,7 @@ class _Rank:
         parts = parts_of(profile, choices.owners)
         one = _Activations(profile, choices, parts, part)
         running = one.always + one.movable
-        whole, shards, pending = self._gradients(profile, first)
+        whole, shards, pending, arriving = self._gradients(profile, first)
         gathered = self._gathered(profile, parts, ahead=not first)
         microbatches, batch = choices.microbatches, 0
         if part == 0:
@@ -436,7 +436,7 @@ class _Rank:
             curve = running + before
             if under_way == microbatches:
                 curve = np.where(late, curve, 0.0)
-            cases.append((curve, full + pending + added))
+            cases.append((curve, full + pending + arriving + added))
         best = fixed
         peak = -1.0
         for activations, gradients in cases:
@@ -461,12 +461,12 @@ class _Rank:
         parameter = self._facts.parameters[number]
         return self._elements(number) * self._choices.degree * parameter.size
 
-    def _gradients(self, profile: Profile, first: bool) -> tuple[Array, Array, Array]:
+    def _gradients(self, profile: Profile, first: bool) -> tuple[Array, Array, Array, Array]:
         """Returns the gradients of one microbatch, tick by tick.
 
         Returns:
-            Those of whole parameters; sums of shards; and what waits for a bucket to be complete,
-            or is sent.
+            Those of whole parameters; sums of shards; what waits for a bucket to be complete, or is
+            sent; and what arrives for shards, which becomes their sum in the first microbatch.
         """
         ps, last = self._facts.parameters, len(profile.at)
         whole, mine = np.zeros(last + 1), set(self._mine)
@@ -476,10 +476,14 @@ class _Rank:
                 arrived[key] = min(tick, last - 1)
             elif key in mine:
                 whole[min(tick, last)] += ps[key].numel * ps[key].gradient
-        shards, pending = np.zeros(last + 1), np.zeros(last + 1)
+        shards, pending, arriving = (np.zeros(last + 1) for _ in range(3))
         end = launched = max(arrived.values(), default=0)
         if not first:
             launched = 0
+        # By tick, what is sent and what arrives for the largest bucket that is launched then. Each
+        # bucket frees its gradients before the next one is launched.
+        sent: dict[int, int] = {}
+        got: dict[int, int] = {}
         for bucket in self._buckets():
             launched = max([launched, *(arrived.get(number, end) for number in bucket)])
             for number in bucket:
@@ -488,11 +492,16 @@ class _Rank:
             total = sum(map(self._padded_gradient, bucket))
             part = total // self._choices.degree
             # What is sent is a copy, except for a bucket of one parameter.
-            sent = part + (total if len(bucket) > 1 else 0)
-            pending[launched] += sent
-            pending[launched + 1] -= sent
+            copy = total if len(bucket) > 1 else 0
+            sent[launched] = max(sent.get(launched, 0), copy)
+            got[launched] = max(got.get(launched, 0), part)
             shards[launched] += part
-        return np.cumsum(whole)[:last], np.cumsum(shards)[:last], np.cumsum(pending)[:last]
+        for curve, most in ((pending, sent), (arriving, got)):
+            for tick, size in most.items():
+                curve[tick] += size
+                curve[tick + 1] -= size
+        whole, shards, pending, arriving = map(np.cumsum, (whole, shards, pending, arriving))
+        return whole[:last], shards[:last], pending[:last], arriving[:last]
 
     def _padded_gradient(self, number: int) -> int:
         """Returns the bytes of the whole gradient of a sharded parameter."""

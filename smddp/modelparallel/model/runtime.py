@@ -60,6 +60,7 @@ class ModelRuntime:
         model_state: makes and loads state dicts.
         checkpoints: which modules have activation checkpointing.
         steps: how many have begun; a step that is run again counts twice.
+        knew_counts: had a step with gradients been made before the last one? See `GradientSum`.
         device: of the parameters and buffers that live here.
         buffers: those that live here; none before the model is divided.
         half: the half-precision dtype in which the model computes; None for full precision.
@@ -143,6 +144,7 @@ class ModelRuntime:
         # Parameters that live here and have been frozen so far.
         self._frozen: list[nn.Parameter] = []
         self.steps = 0
+        self.knew_counts = False
         # Does this rank still have to call `agree` or `abstain` in this step?
         self._undecided = False
         # Before the model is divided, no buffer counts as living here, so none is saved.
@@ -193,11 +195,6 @@ class ModelRuntime:
             gradients += some
         found["gradients"] = [*gradients, *self.data_parallel.tensors(), *self._sum.tensors()]
         return found
-
-    @property
-    def knows_counts(self) -> bool:
-        """Whether a step with gradients has been made; see `GradientSum`."""
-        return self._sum.knows_counts
 
     @property
     def divided(self) -> bool:
@@ -349,6 +346,7 @@ class ModelRuntime:
             The schedule of the step.
         """
         self.steps += 1
+        self.knew_counts = self._sum.knows_counts
         self.note_trained()
         leads = self.executor.rank == 0 and self.data_parallel.size > 1
         self._undecided = leads and not self.divided
