@@ -184,8 +184,8 @@ def memory(*args: Any, **kwargs: Any) -> MemoryReport:
 
     Args:
         args: positional arguments of the model for one microbatch; only shapes, dtypes and devices
-            count. Later calls, and those of `smp.explain`, know them. Without any, those of the
-            model's first call with gradients.
+            count. Until the model's first call with gradients, later calls and `smp.explain` use
+            them, too; after it, those of that call.
         kwargs: its named arguments.
 
     Returns:

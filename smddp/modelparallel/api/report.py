@@ -43,7 +43,6 @@ def explain(file: str | None = None, memory: int | float | str | None = None) ->
         The table, and what else reduces the memory of ranks, as text.
 
     Raises:
-        SMPInitializationError: a limit is given, and `smp.init` has not been called.
         SMPUsageError: there is no model, it is not decided yet where its modules live, or the limit
             cannot be used.
     """

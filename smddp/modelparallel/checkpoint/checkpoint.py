@@ -1,10 +1,10 @@
 """Checkpoints: `save` and `load` for any object of a rank, and checkpoints of a training job.
 
 A file is written under another name, synchronised and renamed. So a job that dies while it saves
-leaves the previous checkpoint whole. A checkpoint in parts has a manifest with the hash of each
-file. The manifest is written last, and only files that it names are loaded. Parts are merged when
-they are loaded, so the numbers of partitions and replicas may have changed since. Folders of the
-original library have no manifest; their parts are known by their names.
+leaves the previous checkpoint whole, if it has another tag. A checkpoint in parts has a manifest
+with the hash of each file. The manifest is written last, and only files that it names are loaded.
+Parts are merged when they are loaded, so the numbers of partitions and replicas may have changed
+since. Folders of the original library have no manifest; their parts are known by their names.
 
 `save`, `load`, `save_checkpoint` and `resume_from_checkpoint` have the arguments and file names of
 the SageMaker Python SDK's documentation.
@@ -65,12 +65,13 @@ def save(
     v3: bool = False,
     **ignored: Any,
 ) -> None:
-    """Saves an object; with `partial`, each rank saves its own object under a name of its own.
+    """Saves an object; with `partial`, each rank of a replica under a name of its own.
 
     Args:
         obj: anything that torch.save can save.
         f: the file; if partial, numbers of the rank are appended to the name.
-        partial: every rank calls it; otherwise the calling rank writes exactly the file `f`.
+        partial: every rank calls it; all replicas write the same files, unless `v3`. Otherwise the
+            calling rank writes exactly the file `f`.
         pickle_module: as for torch.save.
         pickle_protocol: as for torch.save.
         v3: the name also has the number of the replica.
@@ -162,7 +163,8 @@ def save_checkpoint(
             `{tag}_partial`. Otherwise the whole model, without the optimizer, is saved as the file
             `tag`: as safetensors if the tag ends in `.safetensors`, else as torch.save does it. If
             the tag ends in `.index.json`, as in `model.safetensors.index.json`, each partition
-            writes a file of its own, and no rank holds more than that.
+            writes a file of its own, and no rank holds more than that; but if parameters are
+            sharded or divided, or names translated, every rank gathers the whole model.
         model: a smp.DistributedModel; None saves none.
         optimizer: a smp.DistributedOptimizer; None saves none. It is saved only with `partial`.
         user_content: anything that pickles; that of rank 0 is saved.
@@ -175,8 +177,8 @@ def save_checkpoint(
         SMPInitializationError: `smp.init` has not been called.
         SMPUsageError: there is nothing to save, num_kept_partial_checkpoints is less than 1, or an
             entry cannot be saved as safetensors.
-        SMPPeerError: it has failed on another rank; or not partial, and a rank of the pipeline has
-            not called it within the timeout of the process group.
+        SMPPeerError: it has failed on another rank.
+        DistBackendError: of the process group; a rank has not called it within the timeout.
         OSError: a file cannot be written.
     """
     first = state.topology.rank == 0
@@ -255,8 +257,11 @@ def resume_from_checkpoint(
     Raises:
         FileNotFoundError: there is no such checkpoint, or a part of it is missing.
         ValueError: a file is damaged.
+        UnpicklingError: not partial, and the file is damaged, or holds more than tensors.
         RuntimeError: with `strict`, the names of the entries do not fit the model.
-        SMPUsageError: there is no smp.DistributedModel yet.
+        SMPUsageError: there is no smp.DistributedModel yet; or the original library has saved the
+            parts, and they are not divided by modules only.
+        SMPInitializationError: `smp.init` has not been called.
     """
     folder = Path(path)
     _ = state.topology  # raises before smp.init
@@ -303,11 +308,13 @@ def full_state_dict(path: str, tag: str | None = None) -> dict[str, Any]:
         tag: of the checkpoint; the newest one if None.
 
     Returns:
-        Tensors of the host by the names of the original model; they are mapped from the files.
+        Tensors of the host by the names that parameters have in the job. They are mapped from the
+        files, except for those that had to be joined.
 
     Raises:
         FileNotFoundError: there is no such checkpoint, or a part of it is missing.
         ValueError: a file is damaged.
+        SMPUsageError: as for `resume_from_checkpoint`.
     """
     parts = _parts(Path(path), tag)
     return _merged_model(parts, _manifest(parts))

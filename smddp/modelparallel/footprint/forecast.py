@@ -1,6 +1,6 @@
 """Predicts the memory of ranks from shapes, a profile and a configuration; pure computation.
 
-A step is predicted in three *moments*: the first step of a step function, in which smp does not
+A step is predicted in three *moments*: the first step with gradients, in which smp does not
 know yet how often a parameter gets a gradient; later steps; and `optimizer.step`.
 """
 

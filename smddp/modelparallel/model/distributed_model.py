@@ -227,9 +227,10 @@ class DistributedModel(ModelQueries):
         return clip_grad_norm(max_norm, norm_type)
 
     def state_dict(self, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
-        """Returns all parameters and buffers by their original names, gathered from all ranks.
+        """Returns all parameters and buffers by name, gathered from all ranks.
 
-        All ranks of a pipeline have to call it.
+        The names are the original ones, except for modules that smp has replaced. The table "Who
+        has to call it" of docs/model-parallel.md says which ranks have to call it.
 
         Args:
             gather_to_rank0: only rank 0 of the job gets them; the other ranks get an empty dict.
@@ -255,14 +256,17 @@ class DistributedModel(ModelQueries):
                 replaced.
             strict: raise if names are missing or unexpected.
             same_partition_load: a partial one was saved with the same partition, so this rank needs
-                nothing of the others.
+                nothing of other partitions. Without effect before the first step.
 
         Returns:
             The missing and the unexpected names, as nn.Module does.
 
         Raises:
-            RuntimeError: with `strict`, the names do not fit the model.
-            SMPPeerError: a partial one is loaded, and a rank of the pipeline has not called this.
+            RuntimeError: with `strict`, the names do not fit the model; or shapes do not.
+            ValueError: a shard of a parameter is missing.
+            SMPUsageError: it has shards, and this job does not shard parameters.
+            SMPPeerError: a partial one is loaded, and a rank of the pipeline, or of the sharding
+                group, has not called this.
         """
         result = self.runtime.model_state.load(state_dict, strict, same_partition_load)
         if self.runtime.stand_ins is not None:

@@ -136,8 +136,7 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         gradient is infinite; then nothing is clipped, and `optimizer.step()` will do nothing.
 
     Raises:
-        SMPUsageError: there is no model, the call is inside a step, no step has begun yet, or
-            norm_type is negative.
+        SMPUsageError: there is no model, the call is inside a step, or norm_type is negative.
         SMPPeerError: a rank is gone, or has not called it in time.
     """
     model = state.current_model()

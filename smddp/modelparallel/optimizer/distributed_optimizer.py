@@ -174,7 +174,8 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
                 to the model; with fp16 or bf16 also if a closure is given, or there is a later
                 optimizer.
             SMPPeerError: with shard_optimizer_state, the step has failed on another replica; with
-                sharded data parallelism, a rank is gone, or has not called this in time.
+                that, sharded data parallelism, fp16 or `FusedLAMB`, a rank is gone, or has not
+                called this in time.
         """
         if state.in_step:
             raise SMPUsageError(
@@ -200,6 +201,8 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
     @staticmethod
     def state_dict(self: Any) -> Any:
         """Returns the state of all parameters; all ranks of the pipeline have to call it.
+
+        With sharded data parallelism all ranks of the sharding group do, too.
 
         Raises:
             SMPUsageError: shard_optimizer_state is set.
@@ -230,8 +233,8 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
         """Loads what `state_dict` or `local_state_dict` has returned.
 
         All ranks of the pipeline have to call it with a local one, and all replicas if it is from
-        a job with shard_optimizer_state. Before the first step it only keeps the state, and loads
-        it once it is known which parameters live here.
+        a job with shard_optimizer_state. With several partitions, before the first step, it only
+        keeps the state, and loads it once it is known which parameters live here.
 
         Raises:
             SMPPeerError: a local one is loaded, and a rank has not called this in time.

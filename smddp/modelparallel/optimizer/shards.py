@@ -1,7 +1,7 @@
 """The state of an optimizer, divided over the replicas of a partition.
 
 With `shard_optimizer_state` in the configuration, each parameter has one replica that *steps* it:
-only there it has state, and a master weight with fp16 or bf16. The gradients are the same on all
+only there it has state, and a master weight with fp16. The gradients are the same on all
 replicas. After the optimizer's step, each replica sends the parameters that it has stepped to the
 others.
 """

@@ -110,7 +110,7 @@ class Gathers:
         """Begins without parameters.
 
         Args:
-            group: the ranks that share the parameters; nothing else is sent in it.
+            group: the ranks that share the parameters; in a step, nothing else is sent in it.
             limit: no parameter is gathered ahead if `live` would exceed this.
             ordered: does an order group say which slices run? Otherwise a step is one slice.
             timeout: seconds to wait at the end of a failed step for what the leader says.

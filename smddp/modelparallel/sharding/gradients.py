@@ -76,7 +76,7 @@ class ShardedSum(GradientSum):
 
         Args:
             final: as for GradientSum; it is not called with shards.
-            group: of the ranks that share the parameters; nothing else is sent in it.
+            group: of the ranks that share the parameters; in a step, nothing else is sent in it.
             cap: the elements of a bucket. A larger parameter is a bucket of its own.
         """
         super().__init__(final)
