@@ -136,6 +136,7 @@ def raise_as_error(failure: Failure, where: str, cause: BaseException | None) ->
         SMPMicrobatchError: in most cases.
         SMPError: of the original's class, if smp itself has raised it before or after the
             microbatches, if the model cannot be divided, or if another replica has failed.
+        SMPPeerError: a signal has ended the step, and the rank that got it takes part in no more.
     """
     if failure.elsewhere is not None:
         raise failure.elsewhere.error()
@@ -144,6 +145,8 @@ def raise_as_error(failure: Failure, where: str, cause: BaseException | None) ->
     of_all = isinstance(origin, (SMPPeerError, SMPPartitionError))
     if origin is not None and (outside or of_all):
         raise type(origin)(f"{where}: {origin}") from origin
+    if failure.microbatch < 0 and origin is not None and not isinstance(origin, Exception):
+        raise SMPPeerError(f"{where}: {failure.text}") from origin
     which = f", microbatch {failure.microbatch}" if failure.microbatch >= 0 else ""
     trace = f"\n{failure.trace}" if cause is None else ""
     raise SMPMicrobatchError(f"{where}{which}: {failure.text}{trace}") from origin

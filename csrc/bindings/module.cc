@@ -158,7 +158,7 @@ void bindMailbox(py::module& m) {
             py::list result;
             for (auto& arrival : arrived) {
               result.append(py::make_tuple(arrival.peer, py::bytes(arrival.header),
-                                           std::move(arrival.tensors),
+                                           std::move(arrival.tensors), arrival.last,
                                            smddp::bindings::asPythonError(arrival.error)));
             }
             return result;

@@ -147,18 +147,19 @@ class StepFunction:
         schedule = Schedule.of(
             cfg.pipeline, cfg.microbatches, cfg.active_microbatches, cfg.partitions
         )
+        executor.check()
+        driver = None
         try:
-            executor.check()
             with smp_errors():
                 schedule = runtime.begin_step(body.function.__name__, schedule, again)
+            if executor.rank == 0:
+                driver = Driver(executor, body, schedule, args, kwargs, seed_of_batch)
+            # Segments seed the generators of the ranks that serve; those are restored afterwards.
+            random_state: RandomState | None = RandomState() if driver is None else None
         except BaseException as error:
             executor.leave(error)  # the others may be in the step already
+            runtime.release_step()
             raise
-        driver = None
-        if executor.rank == 0:
-            driver = Driver(executor, body, schedule, args, kwargs, seed_of_batch)
-        # Segments seed the generators of the ranks that serve; those are restored afterwards.
-        random_state: RandomState | None = RandomState() if driver is None else None
         failure, redo = "", False
         try:
             result = executor.run(body.function.__name__, schedule, runtime, driver)
@@ -166,13 +167,17 @@ class StepFunction:
             redo = True  # `end_step` below always raises then, usually Redo
         except BaseException as error:
             failure = summary(error)
+            if not isinstance(error, Exception):
+                executor.leave_after_signal(error)
             raise
         finally:
-            if driver is not None:
-                random_state = driver.random_state
-            if random_state is not None:
-                random_state.restore()
-            runtime.end_step(failure, redo)
+            try:
+                if driver is not None:
+                    random_state = driver.random_state
+                if random_state is not None:
+                    random_state.restore()
+            finally:
+                runtime.end_step(failure, redo)
         if driver is not None:
             body.trains = body.trains or driver.called_backward
         return self._collected(result)

@@ -13,6 +13,7 @@ the SageMaker Python SDK's documentation.
 from __future__ import annotations
 
 import functools
+import glob
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ import torch
 
 from smddp.modelparallel.checkpoint import safetensors
 from smddp.modelparallel.common.files import hash_of, read, remove_unfinished, write
+from smddp.modelparallel.common.lost import smp_errors
 from smddp.modelparallel.job.meeting import done_on_all
 from smddp.modelparallel.job.messenger import Messenger
 from smddp.modelparallel.job.state import state
@@ -144,6 +146,7 @@ def load(
     )
 
 
+@smp_errors()
 def save_checkpoint(
     path: str,
     tag: str,
@@ -177,8 +180,8 @@ def save_checkpoint(
         SMPInitializationError: `smp.init` has not been called.
         SMPUsageError: there is nothing to save, num_kept_partial_checkpoints is less than 1, or an
             entry cannot be saved as safetensors.
-        SMPPeerError: it has failed on another rank.
-        DistBackendError: of the process group; a rank has not called it within the timeout.
+        SMPPeerError: it has failed on another rank, or a rank is gone, or has not called it within
+            the timeout of the process group.
         OSError: a file cannot be written.
     """
     first = state.topology.rank == 0
@@ -212,7 +215,7 @@ def _save_whole(
     first = state.topology.rank == 0
     if first:  # otherwise that of an earlier model could stay with this one
         (folder / f"user_content_{tag}").unlink(missing_ok=True)
-        remove_unfinished(folder, tag)
+        remove_unfinished(folder, glob.escape(tag))
     if tag.endswith(_INDEX):
         _save_shards(folder / tag, model, translate_if_full)
     else:
@@ -404,15 +407,18 @@ def _save_shards(index: Path, model: Any, translate: bool) -> None:
     # If a rank dies now, an earlier index must not name files of two models.
     if topology.rank == 0:
         index.unlink(missing_ok=True)
+        stem, suffix = map(glob.escape, (whole.stem, whole.suffix))
+        remove_unfinished(index.parent, f"{stem}-*-of-*{suffix}")
     Messenger(state).barrier(CommGroup.WORLD)
-    if topology.rank_in("dp") == 0 and entries:
+
+    def write_mine() -> tuple[str, list[str], int]:
+        if topology.rank_in("dp") > 0 or not entries:
+            return "", [], 0
         write_whole(file, entries)
-    size = sum(
-        value.numel() * value.element_size()
-        for value in entries.values()
-        if isinstance(value, torch.Tensor)
-    )
-    everybody = Messenger(state).allgather((file.name, list(entries), size), CommGroup.PP_GROUP)
+        tensors = [value for value in entries.values() if isinstance(value, torch.Tensor)]
+        return file.name, list(entries), sum(t.numel() * t.element_size() for t in tensors)
+
+    everybody = done_on_all("smp.save_checkpoint", write_mine, state.groups.of("world"))
     if topology.rank == 0:
         content = {
             "metadata": {"total_size": sum(size for _, _, size in everybody)},

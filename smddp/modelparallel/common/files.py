@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import pickle
@@ -46,14 +45,13 @@ def write(file: Path, fill: Callable[[Any], Any]) -> str:
     return result
 
 
-def remove_unfinished(folder: Path, name: str | None = None) -> None:
+def remove_unfinished(folder: Path, pattern: str = "*") -> None:
     """Deletes what `write` has left of files because its process was killed.
 
     Args:
-        folder: in which no process writes now.
-        name: of one file; None for all files.
+        folder: see `pattern`.
+        pattern: of the names of files, as for `glob`; no process writes such files now.
     """
-    pattern = "*" if name is None else glob.escape(name)
     for unfinished in folder.glob(f".{pattern}.*.part"):
         unfinished.unlink(missing_ok=True)
 

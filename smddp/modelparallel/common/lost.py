@@ -42,10 +42,11 @@ def loss(who: str, error: Exception) -> str:
         who: the rank.
         error: of the stream.
     """
+    text = f"nothing comes from {who} any more: {error}"
     if not tells_of_loss(error):
-        return f"nothing comes from {who} any more: {error}"
+        return text
     return (
-        f"{who} is gone: {error}. Its own log says why; if it came to its end, it made fewer steps "
+        f"{text}. The log of the lost process says why; if it came to its end, it made fewer steps "
         "than others"
     )
 

@@ -16,11 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from smddp.modelparallel.common.buffers import Buffers
-from smddp.modelparallel.common.lost import smp_errors
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.data_parallel.join import Join
 from smddp.modelparallel.data_parallel.replicas import tell_replicas
-from smddp_smp.errors import SMPPeerError
 from smddp_smp.failure import Redo, summary
 
 __all__ = ["Bucket", "DataParallel", "Ranks", "Shards"]
@@ -185,7 +183,6 @@ class DataParallel:
         self._steps = 0  # steps with gradients so far
         self._next = 0  # the first bucket that is not launched yet
         self.hook_failure: Exception | None = None
-        self.lost: BaseException | None = None
         # Will `_reduce_outside` run when the backward pass ends?
         self._outside = False
 
@@ -287,9 +284,9 @@ class DataParallel:
     def _begin(self, sums: GradientSum, divisor: int, source: int | None) -> None:
         """Begins a step; with the buffers of another replica, if a source is given."""
         self._sums, self._divisor = sums, divisor
-        self._put_aside()
         if source is not None and self._broadcast_buffers and self.size > 1:
             self._broadcast(self._tensors(), source)
+        self._put_aside()
 
     def _put_aside(self) -> None:
         self._old = {parameter: parameter.grad for parameter in self.parameters}
@@ -326,25 +323,17 @@ class DataParallel:
             Exception: the hook has failed here; gradients are as before the step.
         """
         succeeded = not (failure or redo)
-        if alone or not self._tells():
-            totals = {p: self._own(p) if succeeded else self._old[p] for p in self.parameters}
-            if self._with_gradients and succeeded:
-                self._steps += 1
-        else:
-            try:
+        try:
+            if alone or not self._tells():
+                totals = {p: self._own(p) if succeeded else self._old[p] for p in self.parameters}
+            else:
                 totals, redo = self._reduce(failure, redo)
-            except SMPPeerError:
-                raise  # all replicas know of this one
-            except BaseException as error:
-                self.lost = error
-                self._put_back()
-                self._old = {}
-                if failure and isinstance(error, dist.DistError):
-                    return  # the failure is what this step raises
-                with smp_errors():
-                    raise
-            if self._with_gradients and not redo:
-                self._steps += 1  # one that is run again counts once
+        except BaseException:
+            self.put_back()
+            raise
+        failed = failure or self.hook_failure is not None
+        if self._with_gradients and not failed and not redo:
+            self._steps += 1
         self._old = {}
         for parameter, total in totals.items():
             parameter.grad = total
@@ -353,10 +342,11 @@ class DataParallel:
         if self.hook_failure is not None and not failure:
             raise self.hook_failure
 
-    def _put_back(self) -> None:
-        """Sets the gradients to those from before the step."""
-        for parameter in self.parameters:
-            parameter.grad = self._old[parameter]
+    def put_back(self) -> None:
+        """Sets the gradients to those from before the step, if it has put them aside."""
+        old, self._old = self._old, {}
+        for parameter, gradient in old.items():
+            parameter.grad = gradient
 
     def _tells(self) -> bool:
         """Says whether the replicas tell each other at the end of this step how it went."""
@@ -410,7 +400,6 @@ class DataParallel:
         if again and not failed:
             return dict(self._old), True
         if failed:
-            self._put_back()
             tell_replicas(self.group, failure)
             return dict(self._old), False
         if late:

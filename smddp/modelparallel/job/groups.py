@@ -68,14 +68,20 @@ class Groups:
         assert world is not None
         timeout = timeout_of(world)
         everybody = (tuple(range(topology.size)),)
-        self._by_kind = {"world": world, **_new_groups(topology, timeout, {everybody: world})}
-        self._of_steps = _new_groups(topology, timeout, {})
+        self._of_steps = _new_groups(_KINDS, topology, timeout, {})
+        self._by_kind = {
+            "world": world,
+            **_new_groups(("mp", "tp", "pp"), topology, timeout, {everybody: world}),
+            # Scripts reduce gradients in these, in hooks; so that is done in steps, too.
+            "dp": self._of_steps["dp"],
+            "rdp": self._of_steps["rdp"],
+        }
         self.messages = _new_group(((*range(topology.size),),), topology.rank, timeout)
         self.pipeline = _new_group(tuple(topology.groups("pp")), topology.rank, timeout)
         self.order: dist.ProcessGroup | None = None
         if order:
             self.order = _new_group(tuple(order), topology.rank, timeout)
-        exchange = self._by_kind["tp"]
+        exchange = self._of_steps["tp"]
         if topology.tp_size > 1:
             exchange = _new_group(tuple(topology.groups("tp")), topology.rank, timeout)
         self.exchange = Collectives(exchange)
@@ -101,7 +107,8 @@ class Groups:
     def of_steps(self, kind: str) -> dist.ProcessGroup:
         """Returns a group with the same ranks, for calls of steps and of optimizers only.
 
-        It ends when a rank leaves. Those of `of` live on after a signal, for saving.
+        It ends when a rank leaves. Those of `of` live on after a signal, for saving, but for "dp"
+        and "rdp", which are the same.
         """
         return self._of_steps[kind]
 
@@ -117,7 +124,9 @@ class Groups:
                 Otherwise only the groups of steps end: a script may still save the model.
         """
         ended = [self.pipeline, self.order, self.exchange.group, *(self.sharding or ())]
-        ended += [*self._of_steps.values(), *(self._by_kind.values() if lost else ())]
+        ended += self._of_steps.values()
+        if lost:
+            ended += [self.messages, *self._by_kind.values()]
         for group in dict.fromkeys(ended):
             # The default group is not smp's to end.
             if group is None or group is dist.group.WORLD:
@@ -145,15 +154,18 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def _new_groups(
-    topology: Topology, timeout: timedelta, made: dict[_Sets, dist.ProcessGroup]
+    kinds: Sequence[str],
+    topology: Topology,
+    timeout: timedelta,
+    made: dict[_Sets, dist.ProcessGroup],
 ) -> dict[str, dist.ProcessGroup]:
-    """Returns this rank's group of each kind.
+    """Returns this rank's group of each of these kinds.
 
     Some kinds have the same members: mp and pp, for instance, without tensor parallelism. `made`
     has the groups that exist.
     """
     found = {}
-    for kind in _KINDS:
+    for kind in kinds:
         sets = tuple(topology.groups(kind))
         if sets not in made:
             made[sets] = _new_group(sets, topology.rank, timeout)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -38,7 +39,7 @@ from smddp.modelparallel.pipeline.protocol import Kind
 from smddp.modelparallel.pipeline.step import BufferReport, Schedule, StepBegin
 from smddp.modelparallel.sharding.sharding import Sharding
 from smddp.modelparallel.tensor.module import mark_divided
-from smddp_smp.errors import SMPPeerError, SMPUsageError
+from smddp_smp.errors import SMPError, SMPPeerError, SMPUsageError
 from smddp_smp.failure import OrderMattersError, Redo, summary
 
 __all__ = ["ModelRuntime"]
@@ -408,6 +409,8 @@ class ModelRuntime:
                 self._gather_redo = self.sharding.end_step(failed)
         except Exception as error:  # `end_step` raises it, when the others have heard of it
             self._gather_failure = error
+            if isinstance(error.__cause__, dist.DistError):
+                self.executor.leave(error)
 
     def accept_reports(self, reports: dict[int, BufferReport], order_matters: bool) -> None:
         """Applies what the ranks say about their buffers; see `StepModel`."""
@@ -427,61 +430,83 @@ class ModelRuntime:
 
         Raises:
             Redo: the step has to be run again; gradients and buffers are as before it.
-            SMPPeerError: the step failed on another replica.
+            SMPError: the step failed on another replica.
         """
-        peer_failure: SMPPeerError | None = None
-        gather_failure, self._gather_failure = self._gather_failure, None
-        redo |= self._gather_redo
-        if failure:
-            gather_failure = None  # the step's own failure is the cause of this
-        elif gather_failure is not None:
-            failure = summary(gather_failure)
-        if self._undecided:
-            self._undecided = False
-            try:
-                with smp_errors():
-                    abstain(self.data_parallel.group, failure)
-            except SMPPeerError as error:
-                if not failure:
-                    peer_failure, failure = error, summary(error)
         try:
-            redo, order_matters = self.executor.agree(failure, redo, self._order_mattered)
-        except SMPPeerError as error:
-            peer_failure, failure, order_matters = error, summary(error), None
-        if order_matters is not None:
-            before = self._order_matters.get(self._step_name, False)
-            self._order_matters[self._step_name] = before or order_matters
-        if not (failure or redo):
-            self._sum.end()
-        succeeded = not (failure or redo)
-        try:
-            self.data_parallel.end_step(failure, redo, alone=bool(self.executor.left))
-            # If other calls wait from now on, tasks will be divided at other places.
-            if self.sharding is not None and succeeded and self.executor.modules.settled:
-                self.sharding.gathers.accept()
+            succeeded, other = self._end_step(failure, redo)
         except Redo:
             self.buffers.restore()
             raise
-        except Exception as error:
-            if self.executor.size > 1 and error is self.data_parallel.hook_failure:
-                # For other partitions the step has succeeded, and they cannot undo it.
+        except SMPError:
+            raise  # all replicas know of this one
+        except BaseException as error:
+            # If a hook has failed on the only partition, all ranks know. For other partitions the
+            # step has succeeded, and they cannot undo it.
+            if self.executor.size > 1 or error is not self.data_parallel.hook_failure:
                 self.executor.leave(error)
-            raise
+            if failure and isinstance(error, RuntimeError):
+                return  # the failure is what this step raises
+            with smp_errors():
+                raise
         finally:
-            if self.data_parallel.lost is not None:
-                self.executor.leave(self.data_parallel.lost)
-            self._sum.release()
-            if self.sharding is not None:
-                self.sharding.gathers.leave_step()
-        if peer_failure is not None:
-            raise peer_failure
-        if gather_failure is not None:
-            raise gather_failure
+            self.release_step()
+        if other is not None:
+            raise other
         if succeeded:
             if self.stand_ins is not None:
                 self.stand_ins.note_new_gradients()
             self._warn_of_nothing_offloaded()
             self._run_hooks("step")
+
+    def _end_step(self, failure: str, redo: bool) -> tuple[bool, Exception | None]:
+        """Agrees with the other replicas, and sets gradients.
+
+        Returns:
+            Are there new gradients? And what to raise, if the step itself has not failed here.
+
+        Raises:
+            Redo, SMPError: see `end_step`.
+            BaseException: something else has failed on this rank alone.
+        """
+        other: Exception | None = None
+        gather_failure, self._gather_failure = self._gather_failure, None
+        redo |= self._gather_redo
+        if gather_failure is not None and not failure:
+            other, failure = gather_failure, summary(gather_failure)
+        if self._undecided:
+            self._undecided = False
+            try:
+                abstain(self.data_parallel.group, failure)
+            except SMPError as error:
+                if not failure:
+                    other, failure = error, summary(error)
+        try:
+            redo, order_matters = self.executor.agree(failure, redo, self._order_mattered)
+        except SMPPeerError as error:
+            other, failure, redo, order_matters = error, summary(error), False, None
+        if order_matters is not None:
+            before = self._order_matters.get(self._step_name, False)
+            self._order_matters[self._step_name] = before or order_matters
+        alone = bool(self.executor.left)
+        if alone and not (failure or redo):
+            # The order group has lost a rank since the tasks have ended.
+            other = SMPPeerError(f"this rank has left the job: {self.executor.left}")
+            failure = summary(other)
+        succeeded = not (failure or redo)
+        if succeeded:
+            self._sum.end()
+        self.data_parallel.end_step(failure, redo, alone)
+        # If other calls wait from now on, tasks will be divided at other places.
+        if self.sharding is not None and succeeded and self.executor.modules.settled:
+            self.sharding.gathers.accept()
+        return succeeded, other
+
+    def release_step(self) -> None:
+        """Frees what is left of a step; if it has not ended, gradients are as before it."""
+        self.data_parallel.put_back()
+        self._sum.release()
+        if self.sharding is not None:
+            self.sharding.gathers.leave_step()
 
     def _warn_of_nothing_offloaded(self) -> None:
         """Warns once if activations are to be offloaded, and none can be."""

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from smddp import _C
 from smddp.modelparallel.pipeline.protocol import Kind, Message
+from smddp_smp.failure import summary
 
 __all__ = ["Arrival", "Channel", "Ended"]
 
@@ -173,7 +174,10 @@ def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 def _message(pickled: bytes, tensors: list[Any]) -> Message:
     """Returns what `Channel.send` was given; tensors of a device are on this thread's device."""
-    kind, header, devices = pickle.loads(pickled)
+    try:
+        kind, header, devices = pickle.loads(pickled)
+    except Exception as error:  # of an object of the script
+        return Message(Kind.UNREADABLE, summary(error), [])
     if devices is not None:
         tensors = [
             None if tensor is None else _moved(tensor, device)
@@ -194,13 +198,12 @@ class _MailboxStreams:
 
     def take(self, block: bool) -> list[Arrival]:
         arrived: list[Arrival] = []
-        for peer, pickled, tensors, error in self._mailbox.take(block):
+        for peer, pickled, tensors, last, error in self._mailbox.take(block):
             if error is not None:
                 arrived.append((peer, Ended(error)))
                 continue
-            message = _message(pickled, tensors)
-            arrived.append((peer, message))
-            if message.kind == Kind.END:
+            arrived.append((peer, _message(pickled, tensors)))
+            if last:
                 arrived.append((peer, Ended(None)))
         return arrived
 

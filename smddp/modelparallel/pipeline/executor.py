@@ -108,6 +108,7 @@ class Executor:
         self._watch = StallWatch(group, rank, self.timeline, stall_warning if size > 1 else 0.0)
         self._abort, self.replicas, self.collectives = abort, replicas, collectives
         self.left = ""
+        self._all_ended = False  # has this rank ended all groups of smp, because a rank was lost?
         self._job_ranks = dist.get_process_group_ranks(group) if group is not None else [rank]
         # With one partition the microbatches run one after the other in any case.
         order: TaskOrder | None = None
@@ -201,6 +202,7 @@ class Executor:
         self._order_over = threading.Event()
         self._failures: list[Failure] = []  # of all ranks, as far as they are known here
         self._cause: BaseException | None = None  # the exception of this rank
+        self._loss: SMPPeerError | None = None  # a rank of the pipeline has been lost
         self._end_sent = False
         self._name = ""  # of the step function
         self._result: StepResult | None = None
@@ -280,8 +282,8 @@ class Executor:
             pass  # `_raise_failure` raises the failure below
         except Exception as error:
             self.fail(-1, error)
-        except BaseException as error:  # a signal
-            self.leave(error)
+        except BaseException as error:
+            self.leave_after_signal(error)
             raise
         finally:
             try:
@@ -365,20 +367,34 @@ class Executor:
         """Takes part in no more steps, because a rank was lost, or a signal has raised here.
 
         No rank waits for this one in a step any more, nor this one for others: each rank that tries
-        raises, and leaves, too. After a signal there is nothing to leave without a pipeline, and
-        without other replicas that wait for this rank while tasks run.
+        raises, and leaves, too.
 
         Args:
             error: why.
         """
-        lost, before = tells_of_loss(error), self.left
-        if lost or self.channel is not None or self.replicas is not None:
-            self.left = self.left or summary(error)
-        self.fail(-1, error)
-        if self.left and not before:
+        error = as_smp_error(error)
+        lost, first = tells_of_loss(error), not self.left
+        self.left = self.left or summary(error)
+        self._note(-1, error)
+        if first or (lost and not self._all_ended):
+            self._all_ended |= lost
             self._abort(self.left, lost)
         if self.replicas is not None:
             self.on_leader_ended()
+
+    def leave_after_signal(self, error: BaseException) -> None:
+        """Leaves because a signal has raised in `run`, if others need this rank during a step.
+
+        Without a pipeline, and without replicas that wait for this rank while tasks run, the others
+        hear of it at the end of the step.
+
+        Args:
+            error: what the signal has raised.
+        """
+        if self.channel is None and self.replicas is None:
+            self.fail(-1, error)
+        else:
+            self.leave(error)
 
     def agree(self, failure: str, redo: bool, order_matters: bool | None) -> tuple[bool, Any]:
         """Ends a step after `run`: from now on, all replicas of the order group know the same.
@@ -414,7 +430,7 @@ class Executor:
         failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
         if failures and not failure:
             raise failures[0].error()
-        redo = any(outcome.redo for outcome in outcomes)
+        redo = any(outcome.redo for outcome in outcomes) and not failures
         known = [outcome.order_matters for outcome in outcomes]
         unknown = not any(known) and (bool(failures) or None in known)
         return redo, None if unknown else any(known)
@@ -571,6 +587,11 @@ class Executor:
                     handler(message)
                 elif message.kind == Kind.END:
                     self._on_end(peer, message)
+                elif message.kind == Kind.UNREADABLE:
+                    raise SMPUsageError(
+                        f"an object that {self._who(peer)} has sent cannot be unpickled: "
+                        f"{message.header}"
+                    )
                 elif message.kind == Kind.BEGIN:
                     self._on_begin(message.header)
                 elif message.kind == Kind.PARTITION:
@@ -756,8 +777,12 @@ class Executor:
             microbatch: in which it was raised; -1 if not in a microbatch.
             error: the exception.
         """
-        broken = isinstance(error, dist.DistError)
-        error = as_smp_error(error)
+        self._note(microbatch, as_smp_error(error))
+        if isinstance(error, dist.DistError):  # the next step could not use the process group
+            self.leave(error)
+
+    def _note(self, microbatch: int, error: BaseException) -> None:
+        """Notes the first error of this rank in a step, and tells the others."""
         failure = describe(microbatch, self.rank, error)
         with self._mutex:
             if self._failures:
@@ -766,8 +791,6 @@ class Executor:
             self._cause = error
             self._send_end(failure, [])
             self._stop()
-        if broken:  # the next step could not use the process group
-            self.leave(error)
 
     def _task_failed(self, task: Task, error: BaseException) -> None:
         frame: Frame | None = task.frame
@@ -788,15 +811,20 @@ class Executor:
     def _peer_lost(self, peer: int, error: Exception) -> None:
         assert self.channel is not None
         self.channel.broken[peer] = error
-        text = loss(self._who(peer), error)
+        reason = SMPPeerError(loss(self._who(peer), error))
+        reason.__cause__ = error
+        failure = describe(-1, self.rank, reason)
         with self._mutex:
-            self._failures.append(Failure(-1, self.rank, text, "", None))
-            self._send_end(self._failures[-1], [])
+            # A rank that has left because of another failure has ended its streams, too.
+            if tells_of_loss(reason):
+                self._loss = self._loss or reason
+                self._failures.append(failure)
+            elif not self._failures:
+                self._failures.append(failure)
+            self._send_end(failure, [])
             self._stop()
         if peer == 0:
             self._placed.set()
-        reason = SMPPeerError(text)
-        reason.__cause__ = error
         self.leave(reason)
 
     def _on_end(self, peer: int, message: Message) -> None:
@@ -851,10 +879,9 @@ class Executor:
     def _raise_failure(self) -> None:
         if not self._failures:
             return
+        if self._loss is not None:
+            raise self._loss
         first = choose(self._failures)
-        if self.channel is not None and self.channel.broken:
-            where = "" if first.rank == self.rank else f"{self._who(first.rank)}: "
-            raise SMPPeerError(where + first.text)
         if any(failure.redo for failure in self._failures):
             self._cause = None
             raise Redo

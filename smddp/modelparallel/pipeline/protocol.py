@@ -70,6 +70,7 @@ class Kind(enum.IntEnum):
         ALIVE: None.
         WAIT: the number of a task, and that of its call; see `Waits.told`.
         NOTED: None.
+        UNREADABLE: the class and text of the error.
     """
 
     BEGIN = 1  # rank 0 to all: a step begins
@@ -85,6 +86,7 @@ class Kind(enum.IntEnum):
     ALIVE = 11  # member to all others, in long steps: the receive that waits must not time out
     WAIT = 12  # member to all others: a task waits for a call whose structure is new there
     NOTED = 13  # the answer to WAIT
+    UNREADABLE = 14  # in place of a message that cannot be unpickled; never sent
 
 
 class Message(NamedTuple):

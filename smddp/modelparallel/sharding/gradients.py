@@ -260,8 +260,9 @@ class ShardedSum(GradientSum):
 
     def _add_first(self) -> None:
         """Adds the result of the oldest reduction to the sums, and frees what was sent."""
-        work, bucket, _, part = self._works.popleft()
+        work, bucket, _, part = self._works[0]
         work.wait()
+        self._works.popleft()
         part.div_(bucket.degree)
         for entry, piece in zip(bucket.entries, bucket.pieces(part), strict=True):
             total = self._totals.get(entry.number)

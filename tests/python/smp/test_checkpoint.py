@@ -396,7 +396,9 @@ def interrupted(path: str, where: int, degree: int) -> float:
             if not interrupted:
                 interrupted.append(True)
                 os.kill(os.getpid(), signal.SIGINT)  # raises in the main thread
-                time.sleep(0.3)
+                end = time.monotonic() + 20
+                while not model.runtime.executor.left and time.monotonic() < end:
+                    time.sleep(0.01)
 
         interrupted: list[bool] = []
         for layer in model.get_module().modules():

@@ -113,6 +113,87 @@ def test_an_exception_reaches_all_ranks(pp: int, pipeline: str) -> None:
         assert ranks[0][1 + pp + index] == begin.format(index) + "ZeroDivisionError: in backward"
 
 
+def _refuse_to_load() -> None:
+    raise KeyError("not here")
+
+
+class Unloadable:
+    """Can be pickled, but not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return _refuse_to_load, ()
+
+
+def sending_what_cannot_be_read() -> str:
+    smp.init({"partitions": 2, **MANUAL})
+
+    class Last(Faulty):
+        def forward(self, x: torch.Tensor, _: Any = None) -> torch.Tensor:
+            return super().forward(x)
+
+    with smp.partition(1):
+        last = Last("1")
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = Faulty("0"), last
+
+        def forward(self, x: torch.Tensor, more: Any) -> Any:
+            return self.last(self.first(x), more)
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor, more: Any) -> Any:
+        loss = model(x, more).sum()
+        model.backward(loss)
+        return loss
+
+    model = smp.DistributedModel(Whole())
+    step(model, torch.ones(8, 4), "text")
+    with pytest.raises(SMPUsageError) as caught:
+        step(model, torch.ones(8, 4), Unloadable())
+    step(model, torch.ones(8, 4), "text")
+    return str(caught.value)
+
+
+def test_a_value_that_cannot_be_unpickled_is_an_error() -> None:
+    for text in check_ranks(sending_what_cannot_be_read, "2"):
+        assert "rank 0 of the pipeline has sent cannot be unpickled: KeyError" in text
+
+
+def failing_between_reductions() -> list[float]:
+    """Fails in no step, in one without a reduction, and in one with it; the steps are repeated."""
+    smp.init({"partitions": 1, "ddp": True})
+    layer = nn.Linear(1, 1, bias=False)
+    model = smp.DistributedModel(layer, backward_passes_per_step=2)
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor, fails: bool) -> None:
+        model.backward(model(x).sum())
+        if fails:
+            raise ZeroDivisionError
+
+    fails = smp.rank() == 0
+    seen = []
+    for fails_in in (None, 0, 1):
+        layer.weight.grad = None
+        for number in range(2):
+            x = torch.full((2, 1), 1.0 + smp.rank() + 10 * number)
+            # In a step without a reduction, the other replica does not hear of the failure.
+            if number == fails_in and (fails or number == 1):
+                with pytest.raises(SMPMicrobatchError if fails else SMPPeerError):
+                    step(model, x, fails)
+            step(model, x, False)
+        seen.append(layer.weight.grad.item())
+    return seen
+
+
+def test_a_failed_step_does_not_count_as_a_pass() -> None:
+    for seen in check_ranks(failing_between_reductions, "2"):
+        # The mean over two replicas of the sums 2 (1 + 11) and 2 (2 + 12).
+        assert seen == [26.0] * 3
+
+
 def interrupted() -> str:
     """Rank 1 does not come to the second step, and rank 0 gets a signal there."""
     smp.init({"partitions": 3, **MANUAL})
@@ -457,7 +538,7 @@ def dying() -> str:
     with pytest.raises(SMPPeerError) as caught:
         train(model, torch.ones(8, 4), "")
     # The pipeline stays broken: the next step raises at once.
-    with pytest.raises(SMPPeerError, match="rank 1 of the pipeline is gone"):
+    with pytest.raises(SMPPeerError, match="nothing comes from rank 1 of the pipeline any more"):
         train(model, torch.ones(8, 4), "")
     return str(caught.value)
 
@@ -466,7 +547,7 @@ def test_a_rank_that_dies_is_named() -> None:
     alive, dead = run_ranks(dying, "2")
     assert dead.status == -signal.SIGKILL
     assert alive.returned, str(alive)
-    assert alive.value.startswith("rank 1 of the pipeline is gone")
+    assert alive.value.startswith("nothing comes from rank 1 of the pipeline any more")
 
 
 def silent(fault: str) -> str:
@@ -943,7 +1024,7 @@ def test_what_one_rank_alone_asks_for(what: str) -> None:
     (asking, warned), (other, silent) = check_ranks(asked_by_one_rank, "2", what)
     assert asking.startswith(f"{what}: not all ranks of the pipeline answered")
     assert "all of them have to call it" in asking
-    assert "rank 0 of the pipeline is gone" in other
+    assert "nothing comes from rank 0 of the pipeline any more" in other
     # Long before the timeout of the group.
     assert len(warned) == 1
     assert f"smp: {what} on rank 0 waits for rank 1 of the pipeline" in warned[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -144,7 +145,7 @@ class Seen(NamedTuple):
     seconds: float
 
 
-def losing(layout: str, lost: int, dies: bool, where: float) -> list[Seen]:
+def losing(layout: str, lost: int, dies: bool, where: float, delay: float) -> list[Seen]:
     """Trains; one rank is lost in the second or third step.
 
     Args:
@@ -152,6 +153,7 @@ def losing(layout: str, lost: int, dies: bool, where: float) -> list[Seen]:
         lost: the rank.
         dies: its process ends at once; otherwise it gets SIGINT, and goes on as the others do.
         where: at which moment, as a part of two steps.
+        delay: it happens so many seconds after that moment, between any two instructions.
     """
     partitions, more = LAYOUTS[layout]
     # So that smp.init, which waits for ranks that start, has the same limit as the steps.
@@ -182,7 +184,8 @@ def losing(layout: str, lost: int, dies: bool, where: float) -> list[Seen]:
     with counted():
         step()
         if dist.get_rank() == lost:
-            Fate.end = (lambda: os._exit(7)) if dies else _interrupt
+            now = (lambda: os._exit(7)) if dies else _interrupt
+            Fate.end = threading.Timer(delay, now).start if delay else now
             Fate.at = Fate.count + 1 + int(where * 2 * Fate.count)
         for _ in range(2 + STEPS):
             begin, error = time.monotonic(), None
@@ -192,15 +195,19 @@ def losing(layout: str, lost: int, dies: bool, where: float) -> list[Seen]:
                 error = raised
             name = "" if error is None else type(error).__name__
             seen.append(Seen(name, str(error), time.monotonic() - begin))
+    if not dies:  # a script may save what it has
+        begin = time.monotonic()
+        dist.barrier()
+        seen.append(Seen("", "", time.monotonic() - begin))
     # Nobody ends while others are in a step: that, too, would end their waits.
     arrive("out")
     await_ranks("out", RANKS - dies)
     return seen
 
 
-def check(layout: str, lost: int, dies: bool, where: float) -> None:
-    case = f"{layout}, rank {lost} {'dies' if dies else 'is interrupted'} at {where}"
-    outcomes = run_ranks(losing, str(RANKS), layout, lost, dies, where, timeout=TIMEOUT)
+def check(layout: str, lost: int, dies: bool, where: float, delay: float) -> None:
+    case = f"{layout}, rank {lost} {'dies' if dies else 'is interrupted'} at {where} + {delay} s"
+    outcomes = run_ranks(losing, str(RANKS), layout, lost, dies, where, delay, timeout=TIMEOUT)
     for outcome in outcomes:
         if dies and outcome.rank == lost:
             assert outcome.status == 7, f"{case}: {outcome}"
@@ -216,11 +223,12 @@ def check(layout: str, lost: int, dies: bool, where: float) -> None:
             assert seen[-1].error == SMPPeerError.__name__, f"{case}: rank {outcome.rank}: {seen}"
 
 
-def case_of(seed: int) -> tuple[str, int, bool, float]:
+def case_of(seed: int) -> tuple[str, int, bool, float, float]:
     generator = torch.Generator().manual_seed(seed)
-    numbers = torch.rand(4, generator=generator).tolist()
+    numbers = torch.rand(5, generator=generator).tolist()
     layout = list(LAYOUTS)[seed % len(LAYOUTS)]
-    return layout, int(numbers[1] * RANKS), numbers[2] < 0.6, numbers[3]
+    delay = max(0.0, numbers[4] - 0.5) * 0.02  # none in half of the cases
+    return layout, int(numbers[1] * RANKS), numbers[2] < 0.6, numbers[3], delay
 
 
 @pytest.mark.parametrize("seed", rotating(list(range(160)), 8))

@@ -118,7 +118,7 @@ def exchange() -> int:
                 mailbox.send(peer, header, tensors, number == len(mine) - 1)
         expected = {peer: messages(peer) for peer in range(size) if peer != me}
         while any(expected.values()):
-            for peer, header, tensors, error in mailbox.take(True):
+            for peer, header, tensors, _, error in mailbox.take(True):
                 assert error is None
                 wanted, values = expected[peer].pop(0)
                 assert header == wanted
@@ -212,8 +212,9 @@ def interrupted() -> None:
     dist.barrier()
     mailbox.send(1 - dist.get_rank(), b"end", [], True)
     with torch.inference_mode():
-        ((_, header, _, _),) = mailbox.take(True)
+        ((_, header, _, last, _),) = mailbox.take(True)
     assert header == b"end"
+    assert last
     with pytest.raises(RuntimeError, match="lives on another rank"):
         mailbox.send(1 - dist.get_rank(), b"", [torch.empty(1, device="meta")], False)
 
