@@ -155,8 +155,8 @@ KEYS: tuple[Key, ...] = (
         30.0,
         "A rank that has worked for so many seconds on one microbatch without a break logs that, "
         "once in each step, with the module and the line of code. A rank that has been in a step "
-        "for a tenth longer logs which ranks of the pipeline have not called it. 0 for never; never "
-        "with one partition.",
+        "for a tenth longer logs which ranks of the pipeline have not called it. 0 for never; "
+        "never with one partition.",
     ),
     Key("static_mode", "bool", False, "Accepted, without effect: call graphs are always reused."),
     Key(
