@@ -476,14 +476,10 @@ class _Rank:
                 arrived[key] = min(tick, last - 1)
             elif key in mine:
                 whole[min(tick, last)] += ps[key].numel * ps[key].gradient
-        shards, pending, arriving = (np.zeros(last + 1) for _ in range(3))
+        shards, pending, sent, arriving = (np.zeros(last + 1) for _ in range(4))
         end = launched = max(arrived.values(), default=0)
         if not first:
             launched = 0
-        # By tick, what is sent and what arrives for the largest bucket that is launched then. Each
-        # bucket frees its gradients before the next one is launched.
-        sent: dict[int, int] = {}
-        got: dict[int, int] = {}
         for bucket in self._buckets():
             launched = max([launched, *(arrived.get(number, end) for number in bucket)])
             for number in bucket:
@@ -493,15 +489,12 @@ class _Rank:
             part = total // self._choices.degree
             # What is sent is a copy, except for a bucket of one parameter.
             copy = total if len(bucket) > 1 else 0
-            sent[launched] = max(sent.get(launched, 0), copy)
-            got[launched] = max(got.get(launched, 0), part)
+            # A bucket frees its gradients before the next one is launched, so the largest counts.
+            sent[launched] = max(sent[launched], copy)
+            arriving[launched] = max(arriving[launched], part)
             shards[launched] += part
-        for curve, most in ((pending, sent), (arriving, got)):
-            for tick, size in most.items():
-                curve[tick] += size
-                curve[tick + 1] -= size
-        whole, shards, pending, arriving = map(np.cumsum, (whole, shards, pending, arriving))
-        return whole[:last], shards[:last], pending[:last], arriving[:last]
+        whole, shards, pending = map(np.cumsum, (whole, shards, pending))
+        return whole[:last], shards[:last], (pending + sent)[:last], arriving[:last]
 
     def _padded_gradient(self, number: int) -> int:
         """Returns the bytes of the whole gradient of a sharded parameter."""

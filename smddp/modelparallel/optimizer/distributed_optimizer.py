@@ -384,7 +384,7 @@ class _State:
     def _gather(self, own: dict[str, Any]) -> None:
         """Makes lists of the parts of all replicas, on the first one, in a state dict."""
         assert self.shards is not None
-        group, masters = state.groups.of("rdp"), own.get(FP16_STATES, {}).get("masters")
+        group, masters = self.shards.group, own.get(FP16_STATES, {}).get("masters")
         first = dist.get_global_rank(group, 0)
         parts: list[Any] | None = [None] * self.shards.size if self.shards.rank == 0 else None
         with together("optimizer.local_state_dict", group):

@@ -307,6 +307,7 @@ class Executor:
         if silent:
             silence = self._silence_of(silent[0])
             self.leave(silence)
+            self._cause = None
             raise silence
         self._raise_failure()
         result, self._result = self._result, None
@@ -814,12 +815,12 @@ class Executor:
         reason = SMPPeerError(loss(self._who(peer), error))
         reason.__cause__ = error
         failure = describe(-1, self.rank, reason)
+        lost = tells_of_loss(reason)
         with self._mutex:
-            # A rank that has left because of another failure has ended its streams, too.
-            if tells_of_loss(reason):
+            if lost:
                 self._loss = self._loss or reason
-                self._failures.append(failure)
-            elif not self._failures:
+            # Else another failure may be why the streams have ended.
+            if lost or not self._failures:
                 self._failures.append(failure)
             self._send_end(failure, [])
             self._stop()
@@ -894,7 +895,6 @@ class Executor:
         if self._failures:
             first = choose(self._failures)
             text += f", which had failed on {self._who(first.rank)}: {first.text}"
-        self._cause = None
         return SMPPeerError(text)
 
     def check(self) -> None:
