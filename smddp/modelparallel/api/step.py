@@ -147,7 +147,7 @@ class StepFunction:
         schedule = Schedule.of(
             cfg.pipeline, cfg.microbatches, cfg.active_microbatches, cfg.partitions
         )
-        executor.check()
+        executor.ending.check()
         driver = None
         try:
             with smp_errors():
@@ -157,7 +157,7 @@ class StepFunction:
             # Segments seed the generators of the ranks that serve; those are restored afterwards.
             random_state: RandomState | None = RandomState() if driver is None else None
         except BaseException as error:
-            executor.leave(error)  # the others may be in the step already
+            executor.ending.leave(error)  # the others may be in the step already
             runtime.release_step()
             raise
         failure, redo = "", False
@@ -168,7 +168,7 @@ class StepFunction:
         except BaseException as error:
             failure = summary(error)
             if not isinstance(error, Exception):
-                executor.leave_after_signal(error)
+                executor.ending.leave_after_signal(error)
             raise
         finally:
             try:

@@ -241,7 +241,7 @@ class ModelRuntime:
             )
         self._undecided = False
         self._refuse_early_changes()
-        with executor.deciding():
+        with executor.ending.deciding():
             decision = agree(self.data_parallel.group, executor.modules.names, make)
             for peer in executor.peers:
                 executor.send(peer, Kind.PARTITION, decision)
@@ -410,7 +410,7 @@ class ModelRuntime:
         except Exception as error:  # `end_step` raises it, when the others have heard of it
             self._gather_failure = error
             if isinstance(error.__cause__, dist.DistError):
-                self.executor.leave(error)
+                self.executor.ending.leave(error)
 
     def accept_reports(self, reports: dict[int, BufferReport], order_matters: bool) -> None:
         """Applies what the ranks say about their buffers; see `StepModel`."""
@@ -443,7 +443,7 @@ class ModelRuntime:
             # If a hook has failed on the only partition, all ranks know. For other partitions the
             # step has succeeded, and they cannot undo it.
             if self.executor.size > 1 or error is not self.data_parallel.hook_failure:
-                self.executor.leave(error)
+                self.executor.ending.leave(error)
             if failure and isinstance(error, RuntimeError):
                 return  # the failure is what this step raises
             with smp_errors():
@@ -487,10 +487,10 @@ class ModelRuntime:
         if order_matters is not None:
             before = self._order_matters.get(self._step_name, False)
             self._order_matters[self._step_name] = before or order_matters
-        alone = bool(self.executor.left)
+        alone = bool(self.executor.ending.left)
         if alone and not (failure or redo):
             # The order group has lost a rank since the tasks have ended.
-            other = SMPPeerError(f"this rank has left the job: {self.executor.left}")
+            other = SMPPeerError(f"this rank has left the job: {self.executor.ending.left}")
             failure = summary(other)
         succeeded = not (failure or redo)
         if succeeded:

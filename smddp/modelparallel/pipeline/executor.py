@@ -1,14 +1,15 @@
-"""One rank's part in the steps of a pipeline: what arrives, what runs, and how a step ends.
+"""One rank's part in the steps of a pipeline: what arrives, and what runs.
 
 docs/model-parallel-design.md follows one microbatch through a step. This file has the life of a
-step; calls.py has the caller's side of calls between ranks, server.py the owner's side.
+step, and ending.py how it ends; calls.py has the caller's side of calls between ranks, server.py
+the owner's side.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,18 +17,18 @@ import torch.distributed as dist
 
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.engine import forget_failed_pass
-from smddp.modelparallel.common.lost import as_smp_error, loss, smp_errors, tells_of_loss
+from smddp.modelparallel.common.lost import smp_errors
 from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.channel import Arrival, Channel, Ended
+from smddp.modelparallel.pipeline.ending import SILENT, Ending
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.modules import Findings, Modules
 from smddp.modelparallel.pipeline.order_group import OrderGroup, Outcome
-from smddp.modelparallel.pipeline.protocol import Kind, Message, raise_if_unpicklable
+from smddp.modelparallel.pipeline.protocol import Kind, Message
 from smddp.modelparallel.pipeline.server import Server
 from smddp.modelparallel.pipeline.stall import StallWatch
 from smddp.modelparallel.pipeline.step import (
-    BufferReport,
     Schedule,
     StepBegin,
     StepCollectives,
@@ -39,16 +40,7 @@ from smddp.modelparallel.pipeline.timeline import Timeline
 from smddp.modelparallel.pipeline.waits import Waits
 from smddp_smp.baton import Aborted, Baton, Priority, Task, Ticket
 from smddp_smp.errors import SMPPeerError, SMPUsageError
-from smddp_smp.failure import (
-    CallsDifferError,
-    Elsewhere,
-    Failure,
-    Redo,
-    choose,
-    describe,
-    raise_as_error,
-    summary,
-)
+from smddp_smp.failure import CallsDifferError, Elsewhere
 from smddp_smp.order import Announcement, Follower, Leader, TaskName, TaskOrder
 
 __all__ = ["Executor"]
@@ -56,7 +48,6 @@ __all__ = ["Executor"]
 # Seconds that a rank waits for the others' END once it has no task left. A rank that computes
 # answers when its task waits or ends.
 _END_TIMEOUT = 120.0
-_SILENT = "has not ended its step in time"
 
 
 class Executor:
@@ -76,7 +67,7 @@ class Executor:
         channel: the streams to and from the other ranks; None if there are none.
         replicas: the streams to and from the other members of the order group; None without one.
         collectives: those of tasks, over members of the order group; None if there are none.
-        left: why this rank takes part in no more steps; empty if it does.
+        ending: how steps end on this rank.
         divided: has this rank applied the decision about where modules live? Until then it
             keeps the messages that begin or end work.
     """
@@ -106,9 +97,7 @@ class Executor:
         self.rank, self.size = rank, size
         self.timeline = Timeline()
         self._watch = StallWatch(group, rank, self.timeline, stall_warning if size > 1 else 0.0)
-        self._abort, self.replicas, self.collectives = abort, replicas, collectives
-        self.left = ""
-        self._all_ended = False  # has this rank ended all groups of smp, because a rank was lost?
+        self.replicas, self.collectives = replicas, collectives
         self._job_ranks = dist.get_process_group_ranks(group) if group is not None else [rank]
         # With one partition the microbatches run one after the other in any case.
         order: TaskOrder | None = None
@@ -117,7 +106,7 @@ class Executor:
             self._waits = Waits(replicas.tell_of_wait, self._calls_differ)
             order = Leader(replicas.announce)
             if not replicas.leads:
-                order = Follower(self._diverged, lambda: self._order_over.set())
+                order = Follower(self._diverged, lambda: self.ending.order_over.set())
         self.baton = Baton(
             self._task_failed,
             self,
@@ -125,6 +114,10 @@ class Executor:
             order,
             _prepare_thread,
             _forget_values,
+        )
+        self.channel = Channel(group, rank, size) if group is not None and size > 1 else None
+        self.ending = Ending(
+            *(rank, self._job_ranks, self.baton, self.channel, abort, replicas, collectives)
         )
         self.caller = CallerSide(self)
         self.server = Server(self, self.caller)
@@ -140,17 +133,14 @@ class Executor:
             Kind.DONE: self._on_done,
         }
         self.divided = size == 1
-        self._mutex = threading.RLock()
-        # Held for a check of `_end_sent` and the send: no message may follow END, because the
-        # receiver would take it for one of the next step.
-        self._send_lock = threading.Lock()
         # (peer, message): what has come before this rank can use it.
         self._held: list[tuple[int, Message]] = []
         self._begun = False  # may messages of this step be acted upon?
         self._decision: Any = None  # the one that has come, and is not applied here yet
         self._steps = 0  # how many this rank has begun, including failed ones
-        self._reset()
-        self.channel = Channel(group, rank, size) if group is not None and size > 1 else None
+        self._name = ""  # of the step function
+        # Set when rank 0 has said where modules live, or has ended the step.
+        self._placed = threading.Event()
 
     @property
     def peers(self) -> list[int]:
@@ -171,7 +161,7 @@ class Executor:
 
     def finish(self) -> None:
         """Lets the thread in `run` go on; the last task of rank 0 calls this."""
-        self._over.set()
+        self.ending.over.set()
 
     def wait_for_finish(self) -> None:
         """Waits until `finish` was called or the step has failed.
@@ -179,34 +169,18 @@ class Executor:
         Raises:
             Aborted: the step has failed.
         """
+        ending = self.ending
         check = self._check_replicas if self.replicas is not None else None
-        self._watch.wait(self._over, self.modules, self._name, self._steps, check)
+        self._watch.wait(ending.over, self.modules, self._name, self._steps, check)
         # A follower waits for its leader. Not as long as the model is not divided: the leader may
         # wait in its body until this replica has ended the step.
         follows = isinstance(self.baton.order, Follower) and self.divided
-        if follows and not self._failures:
+        if follows and not ending.failures:
             # What nobody waits for may still be left.
             self.baton.wake()
-            self._watch.wait(self._order_over, self.modules, self._name, self._steps, check)
-        if self._failures:
+            self._watch.wait(ending.order_over, self.modules, self._name, self._steps, check)
+        if ending.failures:
             raise Aborted
-
-    def _reset(self) -> None:
-        self._over = threading.Event()  # the thread in `run` may go on
-        # Has rank 0 said where modules live, or ended the step?
-        self._placed = threading.Event()
-        self._deciding = False  # see `deciding`
-        self._postponed: list[Failure] = []  # failures that have come meanwhile
-        # Has this rank run all that its leader has run? Only then does a follower say in END that
-        # the step has succeeded here.
-        self._order_over = threading.Event()
-        self._failures: list[Failure] = []  # of all ranks, as far as they are known here
-        self._cause: BaseException | None = None  # the exception of this rank
-        self._loss: SMPPeerError | None = None  # a rank of the pipeline has been lost
-        self._end_sent = False
-        self._name = ""  # of the step function
-        self._result: StepResult | None = None
-        self._reports: dict[int, BufferReport] = {}
 
     # --- the life of a step -----------------------------------------------------------------------
 
@@ -232,9 +206,10 @@ class Executor:
             SMPPartitionError: the model cannot be divided as asked.
             SMPPeerError: a rank is gone, or another replica has failed.
         """
-        self._reset()
         self._name = name
         self._model, self._driver = model, driver
+        self._placed.clear()
+        self.ending.begin(model)
         self.server.under_way_limit = schedule.under_way_limit
         if self.modules.outlook is not None:
             self.modules.outlook.begin_step(schedule)
@@ -255,42 +230,32 @@ class Executor:
         if self.replicas is not None:
             self.replicas.begin(self)
         try:
-            if driver is not None:
-                names = None if self.divided else self.modules.names
-                begin = model.begin(name, names)
-                for peer in self.peers:
-                    self.send(peer, Kind.BEGIN, begin)
-                self._begin_step()
-                self._result = driver.drive()
-                report = self._own_report()
-                try:
-                    self._send_end((self._result.header, report), self._result.tensors)
-                except Exception:
-                    # END was not sent, so no rank has this report; name the value that does not
-                    # pickle.
-                    del self._reports[self.rank]
-                    structures, objects = self._result.header
-                    for structure in structures:
-                        raise_if_unpicklable("the step function returns", structure, objects)
-                    raise
-            else:
-                self.baton.wake()
-                self.wait_for_finish()
-                if not self._end_sent:
-                    self._send_end(self._own_report(), [])
+            silent = self._run_to_end(name, model, driver)
+            return self.ending.outcome(silent)
+        finally:
+            self._model = self._driver = None
+            self.ending.forget()
+
+    def _run_to_end(self, name: str, model: StepModel, driver: StepDriver | None) -> list[int]:
+        """Does this rank's part in a step, and waits until all ranks of the pipeline have ended it.
+
+        Arguments are those of `run`. Returns the ranks that have not ended it in time.
+        """
+        try:
+            self._take_part(name, model, driver)
         except Aborted:
-            pass  # `_raise_failure` raises the failure below
+            pass  # `outcome` raises the failure below
         except Exception as error:
-            self.fail(-1, error)
+            self.ending.fail(-1, error)
         except BaseException as error:
-            self.leave_after_signal(error)
+            self.ending.leave_after_signal(error)
             raise
         finally:
             try:
                 with smp_errors():
                     silent = self._await_ends()
             except BaseException as error:
-                self.leave(error)
+                self.ending.leave(error)
                 raise
             finally:
                 # DROP may come after this rank has sent END; the task that it makes has to end
@@ -301,18 +266,24 @@ class Executor:
                 if self.collectives is not None:
                     self.collectives.end_step()
                 if self.divided:
-                    order_matters = any(failure.order_matters for failure in self._failures)
-                    model.accept_reports(self._reports, order_matters)
-                self._model = self._driver = None
-        if silent:
-            silence = self._silence_of(silent[0])
-            self.leave(silence)
-            self._cause = None
-            raise silence
-        self._raise_failure()
-        result, self._result = self._result, None
-        assert result is not None
-        return result
+                    failures = self.ending.failures
+                    order_matters = any(failure.order_matters for failure in failures)
+                    model.accept_reports(self.ending.reports, order_matters)
+        return silent
+
+    def _take_part(self, name: str, model: StepModel, driver: StepDriver | None) -> None:
+        """Does this rank's part in a step, until it has sent END; arguments are those of `run`."""
+        if driver is None:
+            self.baton.wake()
+            self.wait_for_finish()
+        else:
+            names = None if self.divided else self.modules.names
+            begin = model.begin(name, names)
+            for peer in self.peers:
+                self.send(peer, Kind.BEGIN, begin)
+            self._begin_step()
+            self.ending.result = driver.drive()
+        self.ending.succeed()
 
     def _await_ends(self) -> list[int]:
         """Waits until this rank has no task left and all peers have ended the step.
@@ -329,21 +300,21 @@ class Executor:
             self.replicas.announce_end()
             self.baton.order.end()
         awaits_decision = self.replicas is not None and self.rank > 0 and not self.divided
-        if awaits_decision and not self.left:
+        if awaits_decision and not self.ending.left:
             # The other members of the order group may have applied a decision that still comes
             # here, and wait for this rank in collectives.
             self._placed.wait(_END_TIMEOUT)
         self._apply_late_decision()
         assert self._model is not None
         works = self._complete_collectives()
-        self._model.close(bool(self._failures))
+        self._model.close(bool(self.ending.failures))
         for work, *_ in works:
             work.wait()
-        if self.channel is None or self.left:
+        if self.channel is None or self.ending.left:
             return []
         silent = self.channel.drain(_END_TIMEOUT)
         for peer in silent:
-            self.channel.end(peer, Ended(RuntimeError(f"it {_SILENT}")))
+            self.channel.end(peer, Ended(RuntimeError(f"it {SILENT}")))
         if silent:
             # Wakes the thread that waits for their messages.
             self.channel.interrupt()
@@ -356,46 +327,13 @@ class Executor:
             See `StepCollectives.complete`. This rank waits for them after its gathers: the calls
             may need a rank that waits in a gather.
         """
-        if self.collectives is None or self.replicas is None or self.left:
+        if self.collectives is None or self.replicas is None or self.ending.left:
             return []
         self.collectives.settle()
-        if not self._failures:
+        if not self.ending.failures:
             return []
         made = self.replicas.await_stops()
         return self.collectives.complete(made.get(rank, ()) for rank in self.collectives.ranks)
-
-    def leave(self, error: BaseException) -> None:
-        """Takes part in no more steps, because a rank was lost, or a signal has raised here.
-
-        No rank waits for this one in a step any more, nor this one for others: each rank that tries
-        raises, and leaves, too.
-
-        Args:
-            error: why.
-        """
-        error = as_smp_error(error)
-        lost, first = tells_of_loss(error), not self.left
-        self.left = self.left or summary(error)
-        self._note(-1, error)
-        if first or (lost and not self._all_ended):
-            self._all_ended |= lost
-            self._abort(self.left, lost)
-        if self.replicas is not None:
-            self.on_leader_ended()
-
-    def leave_after_signal(self, error: BaseException) -> None:
-        """Leaves because a signal has raised in `run`, if others need this rank during a step.
-
-        Without a pipeline, and without replicas that wait for this rank while tasks run, the others
-        hear of it at the end of the step.
-
-        Args:
-            error: what the signal has raised.
-        """
-        if self.channel is None and self.replicas is None:
-            self.fail(-1, error)
-        else:
-            self.leave(error)
 
     def agree(self, failure: str, redo: bool, order_matters: bool | None) -> tuple[bool, Any]:
         """Ends a step after `run`: from now on, all replicas of the order group know the same.
@@ -415,15 +353,15 @@ class Executor:
             SMPPeerError: the step has not failed here, but on another replica; or a rank is gone.
         """
         findings = self.modules.findings()
-        if self.replicas is None or self.left:
+        if self.replicas is None or self.ending.left:
             self.modules.end_step(findings)
             return redo, order_matters
-        elsewhere = self._as_elsewhere(failure) if failure else None
+        elsewhere = self.ending.as_elsewhere(failure) if failure else None
         own = Outcome(elsewhere, redo, order_matters, findings)
         try:
             outcomes = self.replicas.end(own)
         except SMPPeerError as error:
-            self.leave(error)
+            self.ending.leave(error)
             if failure:
                 return redo, order_matters
             raise
@@ -436,34 +374,20 @@ class Executor:
         unknown = not any(known) and (bool(failures) or None in known)
         return redo, None if unknown else any(known)
 
-    def _as_elsewhere(self, failure: str = "") -> Elsewhere:
-        """Returns why this replica has ended the step, for the others.
-
-        Args:
-            failure: the reason if no failure of this step is known.
-        """
-        if not self._failures:
-            return Elsewhere(self._job_ranks[self.rank], failure, redo=False)
-        first = choose(self._failures)
-        if first.elsewhere is not None:
-            return first.elsewhere
-        redo = any(one.redo for one in self._failures)
-        return Elsewhere(self._job_ranks[first.rank], first.text.partition("\n")[0], redo)
-
     def _apply_late_decision(self) -> None:
         """Applies a decision that came before a failure: rank 0 has applied it already."""
         try:
             self._apply_decision()
         except Exception as error:
-            self.fail(-1, error)
+            self.ending.fail(-1, error)
 
     def _begin_step(self) -> None:
-        with self._mutex:
+        with self.ending.lock:
             self._begun = True
             self._release_held()
 
     def _end_step(self) -> None:
-        with self._mutex:
+        with self.ending.lock:
             self._begun = False
             self._held.clear()
             self.caller.clear()
@@ -538,16 +462,12 @@ class Executor:
             Whether it was sent: not if this rank has sent END in this step.
         """
         if peer == self.rank:
-            if self._end_sent:
+            if self.ending.end_sent:
                 return False
             detached = [t if t is None else _leaf(t) for t in tensors]
             self._handle(peer, Message(kind, header, detached))
             return True
-        with self._send_lock:
-            if self._end_sent:
-                return False
-            self.channel.send(peer, kind, header, tensors)  # type: ignore[union-attr]
-            return True
+        return self.ending.send(peer, kind, header, tensors)
 
     @property
     def expects(self) -> bool:
@@ -568,7 +488,9 @@ class Executor:
                 continue
             assert isinstance(item, Ended)
             if item.error is not None:
-                self._peer_lost(peer, item.error)
+                self.ending.lose(peer, item.error)
+                if peer == 0:
+                    self._placed.set()
             self.channel.end(peer, item)
 
     def interrupt(self) -> None:
@@ -579,7 +501,7 @@ class Executor:
     def _handle(self, peer: int, message: Message) -> None:
         """Acts upon a message; an error in that ends the step."""
         try:
-            with self._mutex:
+            with self.ending.lock:
                 handler = self._handlers.get(message.kind)
                 # GRAPH is always taken: the caller sends it once only, so it must not be lost if
                 # the step fails before BEGIN has come.
@@ -587,10 +509,12 @@ class Executor:
                 if handler is not None and ready:
                     handler(message)
                 elif message.kind == Kind.END:
-                    self._on_end(peer, message)
+                    if peer == 0:
+                        self._placed.set()
+                    self.ending.on_end(peer, message)
                 elif message.kind == Kind.UNREADABLE:
                     raise SMPUsageError(
-                        f"an object that {self._who(peer)} has sent cannot be unpickled: "
+                        f"an object that {self.ending.who(peer)} has sent cannot be unpickled: "
                         f"{message.header}"
                     )
                 elif message.kind == Kind.BEGIN:
@@ -605,7 +529,7 @@ class Executor:
                     # PARTITION of rank 0.
                     self._held.append((peer, message))
         except Exception as error:
-            self.fail(-1, error)
+            self.ending.fail(-1, error)
 
     def _on_done(self, message: Message) -> None:
         microbatch = message.header
@@ -638,23 +562,6 @@ class Executor:
         self._model.accept_begin(begin)
         self._begin_step()
 
-    @contextlib.contextmanager
-    def deciding(self) -> Iterator[None]:
-        """In this context rank 0 agrees with other replicas on a decision, and tells its ranks.
-
-        A failure on another replica ends the step here only then. Otherwise this rank could have
-        the decision, and could not tell it any more.
-        """
-        with self._mutex:
-            self._deciding = True
-        try:
-            yield
-        finally:
-            with self._mutex:
-                self._deciding = False
-                for failure in self._postponed:
-                    self._stop_with(failure)
-
     def _apply_decision(self) -> None:
         decision, self._decision = self._decision, None
         if decision is not None:
@@ -663,7 +570,7 @@ class Executor:
 
     def set_divided(self) -> None:
         """Notes that this rank has applied the decision; it serves calls from now on."""
-        with self._mutex:
+        with self.ending.lock:
             self.divided = True
             if self.baton.order is not None:
                 self.baton.order.alone = False
@@ -683,39 +590,15 @@ class Executor:
 
     def on_leader_ended(self) -> None:
         """Notes that there are no more announcements; see `OrderEvents`."""
-        with self.baton.changing_order() as order:
-            if order is not None:
-                order.end()
+        self.ending.end_order()
 
     def on_stop(self, failure: Elsewhere) -> None:
         """Ends the step because another replica has ended it; see `OrderEvents`."""
-        self._stop_with(
-            Failure(-1, self.rank, failure.text, "", None, failure.redo, elsewhere=failure)
-        )
+        self.ending.stop(failure)
 
     def on_lost(self, rank: int, error: Exception) -> None:
         """Ends the step because a rank of another replica is gone; see `OrderEvents`."""
-        lost = Elsewhere(rank, loss("it", error), redo=False)
-        self.on_stop(lost)
-        reason = lost.error()
-        reason.__cause__ = error
-        self.leave(reason)
-
-    def _stop_with(self, failure: Failure) -> None:
-        """Ends the step; or only what is left of it, if all ranks of the pipeline have ended it."""
-        with self._mutex:
-            if self._failures:
-                return
-            if self._deciding:
-                self._postponed.append(failure)
-                return
-            if self._end_sent:
-                assert failure.elsewhere is not None
-                self._abort_tasks(failure.elsewhere)
-                return
-            self._failures.append(failure)
-            self._send_end(failure, [])
-            self._stop()
+        self.ending.lose_replica(rank, error)
 
     def _check_replicas(self) -> float:
         """Ends the step if it has waited too long for the leader; see `StallWatch.wait`."""
@@ -734,10 +617,11 @@ class Executor:
 
     def _calls_differ(self) -> None:
         """Ends the step, which is run again: this time every replica waits for every call."""
-        with self._mutex:
+        with self.ending.lock:
             # Afterwards all ranks of the pipeline know that the step has succeeded here.
-            if not self._end_sent:
-                self.fail(-1, CallsDifferError("only some replicas wait for the result of a call"))
+            if not self.ending.end_sent:
+                why = "only some replicas wait for the result of a call"
+                self.ending.fail(-1, CallsDifferError(why))
 
     def _diverged(
         self, reason: str, announced: tuple[Any, ...] | None, ready: list[TaskName]
@@ -759,45 +643,21 @@ class Executor:
             f"replicas that run their tasks in one order have to make the same calls in each step: "
             f"{what}. On {here} could run: {mine}"
         )
-        if reason == "over" and self._over.is_set():
+        if reason == "over" and self.ending.over.is_set():
             # All bodies have ended: nobody has waited for the results of this work, and the
             # leader's replica has not run it any more.
             self.baton.abort()
-            self._order_over.set()
+            self.ending.order_over.set()
         elif reason == "over" and self.modules.predicts_structures:
             self._calls_differ()  # perhaps only because one of them has waited
         else:
-            self.fail(-1, error)
-
-    # --- failure ----------------------------------------------------------------------------------
-
-    def fail(self, microbatch: int, error: BaseException) -> None:
-        """Ends the step on all ranks because of an error on this one. Only the first error counts.
-
-        Args:
-            microbatch: in which it was raised; -1 if not in a microbatch.
-            error: the exception.
-        """
-        self._note(microbatch, as_smp_error(error))
-        if isinstance(error, dist.DistError):  # the next step could not use the process group
-            self.leave(error)
-
-    def _note(self, microbatch: int, error: BaseException) -> None:
-        """Notes the first error of this rank in a step, and tells the others."""
-        failure = describe(microbatch, self.rank, error)
-        with self._mutex:
-            if self._failures:
-                return
-            self._failures.append(failure)
-            self._cause = error
-            self._send_end(failure, [])
-            self._stop()
+            self.ending.fail(-1, error)
 
     def _task_failed(self, task: Task, error: BaseException) -> None:
         frame: Frame | None = task.frame
         if frame is not None and isinstance(error, Exception):
             self._fetch_lazy_values(frame)
-        self.fail(frame.microbatch if frame is not None else -1, error)
+        self.ending.fail(frame.microbatch if frame is not None else -1, error)
 
     def _fetch_lazy_values(self, frame: Frame) -> None:
         """Fetches the values of a failed task's lazy tensors.
@@ -808,103 +668,6 @@ class Executor:
         if frame.open is not None:
             with contextlib.suppress(Exception, Aborted):
                 frame.open.fetch()
-
-    def _peer_lost(self, peer: int, error: Exception) -> None:
-        assert self.channel is not None
-        self.channel.broken[peer] = error
-        reason = SMPPeerError(loss(self._who(peer), error))
-        reason.__cause__ = error
-        failure = describe(-1, self.rank, reason)
-        lost = tells_of_loss(reason)
-        with self._mutex:
-            if lost:
-                self._loss = self._loss or reason
-            # Else another failure may be why the streams have ended.
-            if lost or not self._failures:
-                self._failures.append(failure)
-            self._send_end(failure, [])
-            self._stop()
-        if peer == 0:
-            self._placed.set()
-        self.leave(reason)
-
-    def _on_end(self, peer: int, message: Message) -> None:
-        if peer == 0:
-            self._placed.set()
-        if isinstance(message.header, Failure):
-            self._failures.append(message.header)
-            self._send_end(None, [])
-            self._stop()
-        elif message.header is None:
-            pass  # it has heard of a failure, which comes here from the rank that has failed
-        elif peer == 0:
-            header, self._reports[peer] = message.header
-            self._result = StepResult(header, message.tensors)  # type: ignore[arg-type]
-            # Sent here, not by the thread in `run`, which has to wake first: all ranks wait for it.
-            if not self._end_sent and not isinstance(self.baton.order, Follower):
-                self._send_end(self._own_report(), [])
-            self._over.set()
-        else:
-            self._reports[peer] = message.header
-
-    def _own_report(self) -> BufferReport:
-        assert self._model is not None
-        self._reports[self.rank] = report = self._model.report_buffers()
-        return report
-
-    def _stop(self) -> None:
-        self._abort_tasks(self._as_elsewhere())
-        self._over.set()
-        self._order_over.set()
-
-    def _abort_tasks(self, why: Elsewhere) -> None:
-        self.baton.abort()
-        if self.replicas is not None:
-            calls = self.collectives.stop() if self.collectives is not None else []
-            self.replicas.stop(why, calls)
-
-    def _send_end(self, header: Any, tensors: list[Any]) -> None:
-        with self._mutex, self._send_lock:
-            if self._end_sent:
-                return
-            for peer in self.peers:
-                assert self.channel is not None
-                if peer in self.channel.broken:
-                    continue
-                try:
-                    self.channel.send(peer, Kind.END, header, tensors)
-                except RuntimeError as error:
-                    self.channel.broken[peer] = error
-            self._end_sent = True
-
-    def _raise_failure(self) -> None:
-        if not self._failures:
-            return
-        if self._loss is not None:
-            raise self._loss
-        first = choose(self._failures)
-        if any(failure.redo for failure in self._failures):
-            self._cause = None
-            raise Redo
-        # Not kept: its traceback refers to the model and to everything of the step.
-        cause, self._cause = self._cause, None
-        raise_as_error(first, self._who(first.rank), cause if first.rank == self.rank else None)
-
-    def _silence_of(self, peer: int) -> SMPPeerError:
-        text = f"{self._who(peer)} {_SILENT}"
-        if self._failures:
-            first = choose(self._failures)
-            text += f", which had failed on {self._who(first.rank)}: {first.text}"
-        return SMPPeerError(text)
-
-    def check(self) -> None:
-        """Raises SMPPeerError if there can be no step any more; called before each."""
-        if self.left:
-            raise SMPPeerError(f"this rank has left the job in an earlier step: {self.left}")
-
-    def _who(self, peer: int) -> str:
-        of_job = self._job_ranks[peer]
-        return f"rank {peer} of the pipeline" + (f" (rank {of_job} of the job)" * (of_job != peer))
 
 
 def _prepare_thread() -> Callable[[], None]:

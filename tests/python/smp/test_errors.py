@@ -306,13 +306,13 @@ def failing_at_first() -> tuple[str, list[int], float]:
     model.register_post_partition_hook(lambda m, o: placed.append(len(list(m.local_parameters()))))
     executor, store = model.runtime.executor, dist.distributed_c10d._get_default_store()
     if smp.pp_rank() == 0:
-        end = executor._send_end
+        end = executor.ending._send_end
 
         def then_tell(header: Any, tensors: Any) -> None:
             end(header, tensors)
             store.set("rank 0 has failed", "")
 
-        executor._send_end = then_tell
+        executor.ending._send_end = then_tell
     else:
         store.wait(["rank 0 has failed"])
     first.fault = "forward 0"
@@ -571,13 +571,13 @@ def silent(fault: str) -> str:
         with pytest.raises(SMPPeerError, match=earlier):
             train(model, x, "")
         return str(caught.value)
-    end = executor._send_end
+    end = executor.ending._send_end
 
     def end_late(header: Any, tensors: Any) -> None:
         await_ranks("raised", 1)
         end(header, tensors)
 
-    executor._send_end = end_late
+    executor.ending._send_end = end_late
     if fault:
         with pytest.raises(SMPMicrobatchError, match="in the body"):
             train(model, x, fault)

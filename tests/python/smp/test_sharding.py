@@ -1221,8 +1221,8 @@ def one_calls_another_step(other: int) -> str:
     executor = model.runtime.executor
     if smp.rank() == other:
         # Rank 0 of each pipeline divides before it looks for messages.
-        fail = executor.fail
-        executor.fail = lambda *why: (await_ranks("body", 2), fail(*why))
+        fail = executor.ending.fail
+        executor.ending.fail = lambda *why: (await_ranks("body", 2), fail(*why))
     elif smp.pp_rank() == 1:
         # The news of the failure take longer than the division.
         on_stop = executor.on_stop
