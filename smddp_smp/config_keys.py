@@ -187,15 +187,19 @@ KEYS: tuple[Key, ...] = (
         "fp16_params",
         "bool",
         False,
-        "Makes the modules that are divided over tensor-parallel ranks in fp16. Other modules keep "
-        "the dtype in which they are made: use `fp16`, or `smp.model_creation(dtype=…)`.",
+        "For scripts with a half-precision optimizer of their own: modules that are divided over "
+        "tensor-parallel ranks (`smp.nn`, and what takes the place of marked modules; at degree 1, "
+        "too) have parameters and buffers in fp16 once they are made. Other modules keep the dtype "
+        "in which they are made. Losses are not scaled, and there are no master weights: use "
+        "`fp16` for these.",
     ),
     Key("bf16", "bool", False, "Like fp16 in bfloat16, with sharded_data_parallel_degree."),
     Key(
         "_fp32_grad_accumulation",
         "bool",
         False,
-        "With fp16 or bf16, sum and average gradients in fp32; else without effect.",
+        "Sum and average gradients of what fp16, bf16 or fp16_params have converted in fp32; else "
+        "without effect.",
     ),
     Key(
         "shard_optimizer_state",
@@ -283,11 +287,10 @@ KEYS: tuple[Key, ...] = (
     ),
     Key(
         "task_level_activation_checkpointing",
-        "bool",
+        "any",
         False,
-        "Compute activations again.",
-        (),
-        "it marks no modules: call smp.set_activation_checkpointing for modules",
+        "Accepted, without effect: what it meant is not documented. Mark modules by "
+        "`smp.set_activation_checkpointing`.",
     ),
 )
 

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.buffers import Buffers
+from smddp.modelparallel.common.dtypes import convert
 from smddp.modelparallel.common.example import Example
 from smddp.modelparallel.common.lost import smp_errors
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
@@ -27,7 +28,7 @@ from smddp.modelparallel.job.groups import timeout_of
 from smddp.modelparallel.job.state import State
 from smddp.modelparallel.model.activation_checkpoints import ActivationCheckpoints
 from smddp.modelparallel.model.state_dict import ModelState
-from smddp.modelparallel.optimizer.half import convert, half_precision
+from smddp.modelparallel.optimizer.half import half_precision
 from smddp.modelparallel.optimizer.stand_ins import StandIns
 from smddp.modelparallel.partition.decide import decide_and_report
 from smddp.modelparallel.partition.placement import Decision, Placement
@@ -99,7 +100,7 @@ class ModelRuntime:
         self.delayed = any(map(is_delayed, module.parameters()))
         self.half = half_precision()
         if self.half is not None:
-            convert(module, self.half)
+            convert(module, self.half, state.cfg._fp32_grad_accumulation)
         mark_divided(module)
         self.executor = _executor(state)
         executor = self.executor
