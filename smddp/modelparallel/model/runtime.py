@@ -295,6 +295,9 @@ class ModelRuntime:
         self._unplaced = None
         self.data_parallel.adopt(local, self.buffers, self.device)
         for optimizer in self._state.current_optimizers():
+            # Before hooks put other parameters into it. If it does not fit, its `step` says so.
+            with contextlib.suppress(SMPUsageError):
+                optimizer._smp_state.check(self._model())
             optimizer._smp_state.adopt(self.placement, self.sharding)
         # Hooks ask what lives here, so this comes before them. The messages that were kept until
         # now make tasks, which run only when the hooks have ended: this task has the baton.

@@ -101,7 +101,10 @@ class HalfOptimizer:
         self.inner.load_state_dict(state)
 
 
-def whole(batches: int) -> tuple[dict[str, Tensor], list[float], list[float]]:
+Found = tuple[dict[str, Tensor], list[float], list[float], dict[int, Any]]
+
+
+def whole(batches: int) -> Found:
     """The oracle: trains in one process, without smp."""
     module = ordinary().half().to(device())
     model: Any = HalfModule(module)
@@ -120,7 +123,8 @@ def whole(batches: int) -> tuple[dict[str, Tensor], list[float], list[float]]:
         norms.append(optimizer.clip_master_grads(MAX_NORM))
         optimizer.step()
         losses.append(float(sum(found).detach()) / len(found))
-    return {n: v.float().cpu() for n, v in module.state_dict().items()}, losses, norms
+    state = {n: v.float().cpu() for n, v in module.state_dict().items()}
+    return state, losses, norms, optimizer.state_dict()["state"]
 
 
 @smp.step
@@ -130,14 +134,19 @@ def train(model: Any, optimizer: Any, ids: Tensor) -> Tensor:
     return loss
 
 
-def divided(config: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], list[float]]:
+def divided(config: dict[str, Any], early: bool) -> Found:
     smp.init({"ddp": True, "fp16_params": True, "_match_weights": True, **config})
     torch.manual_seed(3)
-    with smp.model_creation(tensor_parallelism=True):
+    # With tensor parallelism the optimizer has to come after the model.
+    with smp.model_creation(tensor_parallelism=not early):
         module = Model(nn.Linear, nn.Embedding)
-    model = smp.DistributedModel(HalfModule(module))
-    optimizer = HalfOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
-    optimizer = smp.DistributedOptimizer(optimizer)
+    net: Any = HalfModule(module.half() if early else module)
+    if not early:
+        net = model = smp.DistributedModel(net)
+    inner = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    optimizer = smp.DistributedOptimizer(HalfOptimizer(net, inner))
+    if early:
+        optimizer.model = model = smp.DistributedModel(net)
     model.register_post_step_hook(lambda m, o: o.init_master_params(m.local_parameters()))
     losses, norms = [], []
     for step in range(STEPS):
@@ -151,26 +160,35 @@ def divided(config: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], lis
     means = [sum(losses[i : i + size]) / size for i in range(0, len(losses), size)]
     state = {name.removeprefix("module."): value for name, value in model.state_dict().items()}
     assert {value.dtype for value in state.values()} == {torch.float16}
-    return {n: v.float().cpu() for n, v in state.items()}, means, norms
+    # The script has put its masters in place of parameters, whose state it still is.
+    partial, full = optimizer.local_state_dict(), optimizer.state_dict()["state"]
+    optimizer.load_state_dict(partial)
+    torch.testing.assert_close(optimizer.state_dict()["state"], full, rtol=0, atol=0)
+    return {n: v.float().cpu() for n, v in state.items()}, means, norms, full
 
 
 @pytest.mark.parametrize(
-    ("config", "ranks"),
+    ("config", "ranks", "early"),
     [
-        ({"tensor_parallel_degree": 2}, 2),
-        ({"tensor_parallel_degree": 2, "delayed_parameter_initialization": True}, 2),
-        ({"tensor_parallel_degree": 2, "partitions": 2}, 4),
-        ({}, 2),
+        ({"tensor_parallel_degree": 2}, 2, False),
+        ({"tensor_parallel_degree": 2, "delayed_parameter_initialization": True}, 2, False),
+        ({"tensor_parallel_degree": 2, "partitions": 2}, 4, False),
+        ({}, 2, False),
+        ({"partitions": 2}, 2, True),
     ],
-    ids=["tp", "delayed", "tp and pp", "degree 1"],
+    ids=["tp", "delayed", "tp and pp", "degree 1", "optimizer first"],
 )
-def test_a_half_precision_optimizer_of_the_script(config: dict[str, Any], ranks: int) -> None:
-    expected, losses, norms = whole(ranks // config.get("partitions", 1))
+def test_a_half_precision_optimizer_of_the_script(
+    config: dict[str, Any], ranks: int, early: bool
+) -> None:
+    expected, losses, norms, momenta = whole(ranks // config.get("partitions", 1))
     assert max(norms) > MAX_NORM
-    for found in check_ranks(divided, str(ranks), {"microbatches": MICROBATCHES, **config}):
+    config = {"microbatches": MICROBATCHES, **config}
+    for found in check_ranks(divided, str(ranks), config, early):
         assert found[1] == pytest.approx(losses, rel=1e-2)
         assert found[2] == pytest.approx(norms, rel=1e-2)
         torch.testing.assert_close(found[0], expected, rtol=1e-2, atol=2e-3)
+        torch.testing.assert_close(found[3], momenta, rtol=5e-2, atol=5e-3)
 
 
 class Normed(smp.nn.DistributedLinear):
