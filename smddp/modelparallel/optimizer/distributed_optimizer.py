@@ -154,8 +154,7 @@ def _add_names_of_fp16(optimizer: Any, masters: StandIns) -> None:
     optimizer.clip_master_grads = clip_grad_norm
     optimizer.update_master_grads = masters.update
     optimizer.zero_grad = masters.zero_grad
-    # It ignores update_master_grads: gradients are complete only when the step has ended.
-    optimizer.backward = lambda loss, update_master_grads=True: state.current_model().backward(loss)
+    optimizer.backward = types.MethodType(_patches.backward, optimizer)
 
 
 class _patches:  # noqa: N801  a namespace of functions that become methods of the optimizer
@@ -250,6 +249,27 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
         model = state.current_model()
         if model is not None and model.partitioned:
             self._smp_state.adopt(model.runtime.placement, model.runtime.sharding)
+
+    @staticmethod
+    def backward(self: Any, loss: torch.Tensor, update_master_grads: bool = True) -> None:
+        """Does what `smp.DistributedModel.backward` does, for a loss.
+
+        With `update_master_grads` it also copies the gradients to the master weights as soon as
+        they are complete: in a step, at its end, before the hooks of `register_post_step_hook`.
+        Otherwise the script calls `optimizer.update_master_grads`, or `clip_master_grads` or `step`
+        does that.
+
+        Raises:
+            SMPUsageError: as for `smp.DistributedModel.backward`.
+        """
+        model = state.current_model()
+        model.backward(loss)
+        if not update_master_grads:
+            return
+        if state.in_step:
+            model.runtime.updates_masters = True
+        else:
+            self.update_master_grads()
 
     @staticmethod
     def _param_id_to_index(self: Any) -> Any:

@@ -27,12 +27,12 @@ from smddp.modelparallel.pipeline.protocol import Kind, Message, raise_if_unpick
 from smddp.modelparallel.pipeline.server import Server
 from smddp.modelparallel.pipeline.stall import StallWatch
 from smddp.modelparallel.pipeline.step import (
-    BufferReport,
     Schedule,
     StepBegin,
     StepCollectives,
     StepDriver,
     StepModel,
+    StepReport,
     StepResult,
 )
 from smddp.modelparallel.pipeline.timeline import Timeline
@@ -206,7 +206,7 @@ class Executor:
         self._end_sent = False
         self._name = ""  # of the step function
         self._result: StepResult | None = None
-        self._reports: dict[int, BufferReport] = {}
+        self._reports: dict[int, StepReport] = {}
 
     # --- the life of a step -----------------------------------------------------------------------
 
@@ -847,9 +847,9 @@ class Executor:
         else:
             self._reports[peer] = message.header
 
-    def _own_report(self) -> BufferReport:
+    def _own_report(self) -> StepReport:
         assert self._model is not None
-        self._reports[self.rank] = report = self._model.report_buffers()
+        self._reports[self.rank] = report = self._model.report()
         return report
 
     def _stop(self) -> None:
