@@ -1219,6 +1219,39 @@ def test_checkpoints_load_at_any_degree(tmp_path: Path, half: str) -> None:
 
 
 @smp.step
+def squares_step(model: Any, x: Tensor) -> None:
+    model.backward(model(x).square().mean())
+
+
+def told(parts: int, threshold: int) -> list[str]:
+    config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": threshold}
+    manual = {"auto_partition": False, "default_partition": 0}
+    smp.init({"ddp": True, "partitions": parts, **manual, **config})
+    said = listen()
+    with smp.partition(parts - 1):
+        last = nn.Linear(4, 4)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(1024, 512), nn.Linear(512, 4), last))
+    squares_step(model, torch.ones(2, 1024, device=device()))
+    return [text for text in said if "sharding" in text]
+
+
+@pytest.mark.parametrize(
+    ("parts", "threshold", "text"),
+    [
+        (1, 2048, "6 parameters here, 2 are divided, those of at least 2048 elements; each rank "),
+        (2, 2048, "4 parameters here, 2 are divided, those of at least 2048 elements; each rank "),
+        (1, 10**6, "6 parameters here, 0 are divided, those of at least 1000000 elements; each r"),
+    ],
+)
+def test_the_log_says_what_is_divided(parts: int, threshold: int, text: str) -> None:
+    first, *others = check_ranks(told, str(2 * parts), parts, threshold)
+    (line,) = first
+    assert line.startswith(f"smp: sharding over 2 ranks: of {text}")
+    assert line.endswith("keeps 1.01 of 2.01 MiB" if "2 are" in text else "keeps 2.01 of 2.01 MiB")
+    assert others == [[]] * len(others)
+
+
+@smp.step
 def waiting(model: Any, x: Tensor) -> Any:
     arrive("body")  # before it is decided where modules live
     loss = model(x, "").square().mean()
