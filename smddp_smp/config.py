@@ -34,6 +34,7 @@ def _is_number(value: Any) -> bool:
 
 # Kind of a key -> (is the value right?, the error text if not).
 _CHECKS: dict[str, tuple[Callable[[Key, Any], bool], str]] = {
+    "any": (lambda *_: True, ""),
     "positive": (
         lambda _, v: _is_int(v) and v >= 1,
         "The number of {name} must be a positive integer.",

@@ -72,7 +72,10 @@ KEYS: tuple[Key, ...] = (
         "positive",
         None,
         "How many microbatches may be active (begun and not ended) at a time. Default: partitions "
-        "+ 2; with `simple`, the larger of that and `microbatches`. Always 1 with one partition.",
+        "+ 2. `simple` ends all forward passes before the first backward pass, so all microbatches "
+        "are active then: its default is `microbatches` if that is more. With a smaller number, "
+        "`simple` ends so many forward passes first, and begins another microbatch whenever one "
+        "has ended. Always 1 with one partition.",
     ),
     Key(
         "pipeline",
@@ -86,7 +89,14 @@ KEYS: tuple[Key, ...] = (
         ("_only_forward",),
     ),
     Key(
-        "optimize", "one of", "memory", "What the partitioner balances first.", ("speed", "memory")
+        "optimize",
+        "one of",
+        "memory",
+        "What the partitioner balances first: it sets the default of `memory_weight`, and nothing "
+        "else. Tensor parallelism does not depend on it: norms are whole on every rank, and what "
+        "transformers of `smp.nn` keep twice with prescaled_batch is divided by their option "
+        "`sequence_parallel`.",
+        ("speed", "memory"),
     ),
     Key(
         "memory_weight",
@@ -187,15 +197,19 @@ KEYS: tuple[Key, ...] = (
         "fp16_params",
         "bool",
         False,
-        "Makes the modules that are divided over tensor-parallel ranks in fp16. Other modules keep "
-        "the dtype in which they are made: use `fp16`, or `smp.model_creation(dtype=…)`.",
+        "For scripts with a half-precision optimizer of their own: modules that are divided over "
+        "tensor-parallel ranks (`smp.nn`, and what takes the place of marked modules; at degree 1, "
+        "too) have parameters and buffers in fp16 once they are made. Other modules keep the dtype "
+        "in which they are made. Losses are not scaled, and there are no master weights: use "
+        "`fp16` for these.",
     ),
     Key("bf16", "bool", False, "Like fp16 in bfloat16, with sharded_data_parallel_degree."),
     Key(
         "_fp32_grad_accumulation",
         "bool",
         False,
-        "With fp16 or bf16, sum and average gradients in fp32; else without effect.",
+        "Sum and average gradients of what fp16, bf16 or fp16_params have converted in fp32; else "
+        "without effect.",
     ),
     Key(
         "shard_optimizer_state",
@@ -258,14 +272,15 @@ KEYS: tuple[Key, ...] = (
         "positive",
         int(1e9),
         "For sharding: no parameter is gathered before it is needed if more elements than this "
-        "would be gathered then.",
+        "would be gathered then. It is no limit of memory: what a running module needs is gathered "
+        "in any case.",
     ),
     Key(
         "sdp_hierarchical_allgather",
         "bool",
         True,
-        "Accepted, without effect: the smddp backend itself gathers in two levels, between nodes "
-        "and inside each node; other backends gather as they do.",
+        "Accepted, without effect, also if False: the smddp backend always gathers in two levels, "
+        "between nodes and inside each node; other backends gather as they do.",
     ),
     Key(
         "sdp_gradient_clipping",
@@ -283,11 +298,10 @@ KEYS: tuple[Key, ...] = (
     ),
     Key(
         "task_level_activation_checkpointing",
-        "bool",
+        "any",
         False,
-        "Compute activations again.",
-        (),
-        "it marks no modules: call smp.set_activation_checkpointing for modules",
+        "Accepted, without effect: what it meant is not documented. Mark modules by "
+        "`smp.set_activation_checkpointing`.",
     ),
 )
 

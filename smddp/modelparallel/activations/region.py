@@ -9,6 +9,7 @@ than in memory.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.common.structure import flatten, rebuild
 from smddp_smp.errors import SMPUsageError
 
-__all__ = ["Keeper", "Region"]
+__all__ = ["Keeper", "Region", "layer_arguments"]
 
 # Takes tensors, and returns a function that returns them: the same values, detached.
 Keeper = Callable[[Sequence[torch.Tensor]], Callable[[], list[torch.Tensor]]]
@@ -125,6 +126,25 @@ class Region:
                 "Let it change a clone()"
             )
         return result
+
+
+def layer_arguments(layer: nn.Module, value: Any, spread: bool) -> tuple[Any, ...]:
+    """Returns the positional arguments of a layer of an nn.Sequential.
+
+    Args:
+        layer: to call.
+        value: what the layer before it has returned.
+        spread: pass the elements of a tuple as arguments, if the layer takes so many. A layer that
+            does not gets the tuple: scripts for later versions of the original library do without
+            `pack_args_as_tuple`.
+    """
+    if not spread or not isinstance(value, tuple):
+        return (value,)
+    try:
+        inspect.signature(type(layer).forward).bind(layer, *value)
+    except TypeError:
+        return (value,)
+    return value
 
 
 def _inside_another() -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from smddp.modelparallel.activations.region import Region
+from smddp.modelparallel.activations.region import Region, layer_arguments
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.model.activation_checkpoints import group_size
 from smddp.modelparallel.model.runtime import ModelRuntime
@@ -102,7 +102,8 @@ def checkpoint_sequential(
         input: of the first layer.
         strategy: as for `set_activation_checkpointing`.
         preserve_rng_state: draw the same random numbers the second time.
-        pack_args_as_tuple: pass a tuple to a layer as one argument, not as several.
+        pack_args_as_tuple: pass a tuple to a layer as one argument. Without it, its elements are
+            the arguments, if the layer takes so many.
 
     Returns:
         What the last layer returns.
@@ -123,7 +124,7 @@ def checkpoint_sequential(
 
     def run(group: Sequence[nn.Module], value: Any) -> Any:
         for layer in group:
-            value = layer(*value) if spread and isinstance(value, tuple) else layer(value)
+            value = layer(*layer_arguments(layer, value, spread))
         return value
 
     if state.tracing:

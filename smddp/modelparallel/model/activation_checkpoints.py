@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from smddp.modelparallel.activations.region import layer_arguments
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp_smp.errors import SMPPartitionError, SMPUsageError
 
@@ -221,7 +222,7 @@ class ActivationCheckpoints:
             module: the nn.Sequential, of the model.
             value: of the first layer.
             size: how many layers a checkpoint covers at most.
-            spread: pass a tuple to a layer as several arguments.
+            spread: see `layer_arguments`.
             preserve: draw the same random numbers in both runs.
 
         Returns:
@@ -237,7 +238,7 @@ class ActivationCheckpoints:
         for begin, end in self._groups(layers, size):
             if end == begin + 1 and not self.allows(layers[begin]):
                 layer = modules.by_number[layers[begin]]
-                value = layer(*value) if spread and isinstance(value, tuple) else layer(value)
+                value = layer(*layer_arguments(layer, value, spread))
             else:
                 value = modules.call_layers(number, begin, end, value, spread, preserve)
         return value

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.buffers import Buffers
+from smddp.modelparallel.common.dtypes import convert
 from smddp.modelparallel.common.example import Example
 from smddp.modelparallel.common.lost import smp_errors
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
@@ -27,7 +28,7 @@ from smddp.modelparallel.job.groups import timeout_of
 from smddp.modelparallel.job.state import State
 from smddp.modelparallel.model.activation_checkpoints import ActivationCheckpoints
 from smddp.modelparallel.model.state_dict import ModelState
-from smddp.modelparallel.optimizer.half import convert, half_precision
+from smddp.modelparallel.optimizer.half import half_precision
 from smddp.modelparallel.optimizer.stand_ins import StandIns
 from smddp.modelparallel.partition.decide import decide_and_report
 from smddp.modelparallel.partition.placement import Decision, Placement
@@ -36,7 +37,7 @@ from smddp.modelparallel.pipeline.modules import Modules, difference
 from smddp.modelparallel.pipeline.order_group import OrderGroup
 from smddp.modelparallel.pipeline.outlook import Outlook
 from smddp.modelparallel.pipeline.protocol import Kind
-from smddp.modelparallel.pipeline.step import BufferReport, Schedule, StepBegin
+from smddp.modelparallel.pipeline.step import Schedule, StepBegin, StepReport
 from smddp.modelparallel.sharding.sharding import Sharding
 from smddp.modelparallel.tensor.module import mark_divided
 from smddp_smp.errors import SMPError, SMPPeerError, SMPUsageError
@@ -62,6 +63,7 @@ class ModelRuntime:
         checkpoints: which modules have activation checkpointing.
         steps: how many have begun; a step that is run again counts twice.
         knew_counts: had a step with gradients been made before the last one? See `GradientSum`.
+        updates_masters: are the gradients of this step copied to master weights at its end?
         device: of the parameters and buffers that live here.
         buffers: those that live here; none before the model is divided.
         half: the half-precision dtype in which the model computes; None for full precision.
@@ -99,7 +101,7 @@ class ModelRuntime:
         self.delayed = any(map(is_delayed, module.parameters()))
         self.half = half_precision()
         if self.half is not None:
-            convert(module, self.half)
+            convert(module, self.half, state.cfg._fp32_grad_accumulation)
         mark_divided(module)
         self.executor = _executor(state)
         executor = self.executor
@@ -146,6 +148,7 @@ class ModelRuntime:
         self._frozen: list[nn.Parameter] = []
         self.steps = 0
         self.knew_counts = False
+        self.updates_masters = False
         # Does this rank still have to call `agree` or `abstain` in this step?
         self._undecided = False
         # Before the model is divided, no buffer counts as living here, so none is saved.
@@ -294,6 +297,9 @@ class ModelRuntime:
         self._unplaced = None
         self.data_parallel.adopt(local, self.buffers, self.device)
         for optimizer in self._state.current_optimizers():
+            # Before hooks put other parameters into it. If it does not fit, its `step` says so.
+            with contextlib.suppress(SMPUsageError):
+                optimizer._smp_state.check(self._model())
             optimizer._smp_state.adopt(self.placement, self.sharding)
         # Hooks ask what lives here, so this comes before them. The messages that were kept until
         # now make tasks, which run only when the hooks have ended: this task has the baton.
@@ -347,6 +353,7 @@ class ModelRuntime:
             The schedule of the step.
         """
         self.steps += 1
+        self.updates_masters = False
         self.knew_counts = self._sum.knows_counts
         self.note_trained()
         leads = self.executor.rank == 0 and self.data_parallel.size > 1
@@ -380,8 +387,8 @@ class ModelRuntime:
             self._unplaced.save()
         return schedule._replace(active=1) if in_order else schedule
 
-    def report_buffers(self) -> BufferReport:
-        """Returns what to tell the other ranks about the buffers here; see `StepModel`.
+    def report(self) -> StepReport:
+        """Returns what to tell the other ranks; see `StepModel`.
 
         Raises:
             OrderMattersError: the step has to be run again, with one microbatch after the other.
@@ -389,14 +396,14 @@ class ModelRuntime:
         """
         self._refuse_early_changes()
         if self.executor.size == 1 or not self.divided:
-            return BufferReport(False, {})
+            return StepReport(False, {}, self.updates_masters)
         modules = self.executor.modules
         read = modules.buffers_read
         changed = any(self.buffers.changed(modules.full_name(*place)) for place in read)
         forms, form_changed = self.placement.changed_forms()
         if not modules.in_order and (changed or form_changed):
             raise OrderMattersError("a buffer that other ranks read changes in the step")
-        return BufferReport(changed, forms)
+        return StepReport(changed, forms, self.updates_masters)
 
     def close(self, failed: bool) -> None:
         """Ends the gathers of sharded parameters; see `StepModel`."""
@@ -412,8 +419,9 @@ class ModelRuntime:
             if isinstance(error.__cause__, dist.DistError):
                 self.executor.ending.leave(error)
 
-    def accept_reports(self, reports: dict[int, BufferReport], order_matters: bool) -> None:
-        """Applies what the ranks say about their buffers; see `StepModel`."""
+    def accept_reports(self, reports: dict[int, StepReport], order_matters: bool) -> None:
+        """Applies what the ranks say; see `StepModel`."""
+        self.updates_masters = any(report.updates_masters for report in reports.values())
         for rank, report in reports.items():
             self.placement.accept_forms(rank, report.forms)
         order_matters |= any(report.changed for report in reports.values())
@@ -455,6 +463,8 @@ class ModelRuntime:
         if succeeded:
             if self.stand_ins is not None:
                 self.stand_ins.note_new_gradients()
+                if self.updates_masters:
+                    self.stand_ins.update()
             self._warn_of_nothing_offloaded()
             self._run_hooks("step")
 

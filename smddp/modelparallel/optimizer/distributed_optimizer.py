@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 import warnings
 import weakref
@@ -153,8 +154,7 @@ def _add_names_of_fp16(optimizer: Any, masters: StandIns) -> None:
     optimizer.clip_master_grads = clip_grad_norm
     optimizer.update_master_grads = masters.update
     optimizer.zero_grad = masters.zero_grad
-    # It ignores update_master_grads: gradients are complete only when the step has ended.
-    optimizer.backward = lambda loss, update_master_grads=True: state.current_model().backward(loss)
+    optimizer.backward = types.MethodType(_patches.backward, optimizer)
 
 
 class _patches:  # noqa: N801  a namespace of functions that become methods of the optimizer
@@ -251,6 +251,27 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
             self._smp_state.adopt(model.runtime.placement, model.runtime.sharding)
 
     @staticmethod
+    def backward(self: Any, loss: torch.Tensor, update_master_grads: bool = True) -> None:
+        """Does what `smp.DistributedModel.backward` does, for a loss.
+
+        With `update_master_grads` it also copies the gradients to the master weights as soon as
+        they are complete: in a step, at its end, before the hooks of `register_post_step_hook`.
+        Otherwise the script calls `optimizer.update_master_grads`, or `clip_master_grads` or `step`
+        does that.
+
+        Raises:
+            SMPUsageError: as for `smp.DistributedModel.backward`.
+        """
+        model = state.current_model()
+        model.backward(loss)
+        if not update_master_grads:
+            return
+        if state.in_step:
+            model.runtime.updates_masters = True
+        else:
+            self.update_master_grads()
+
+    @staticmethod
     def _param_id_to_index(self: Any) -> Any:
         """Returns the number of each parameter in the state dict, by its id."""
         return self._smp_state.indices()
@@ -277,8 +298,9 @@ class _State:
         if counted is not None:
             self._step = lambda _, *args, **kwargs: counted(*args, **kwargs)
         self._deferred: Mapping[str, Any] | None = None
-        # The model and how many parameters of the optimizer `check` has found in it.
-        self._checked: tuple[weakref.ref[Any], int] | None = None
+        # The model, and the parameters of the optimizer that `check` has found in it. A script may
+        # put master weights of its own in their place afterwards.
+        self._checked: tuple[weakref.ref[Any], list[Any]] | None = None
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Does the optimizer's own step, on what it has in place of parameters."""
@@ -331,21 +353,20 @@ class _State:
 
     def check(self, model: Any) -> None:
         """Raises SMPUsageError if a parameter that requires gradients is not the model's."""
-        count = sum(len(group["params"]) for group in self._groups())
-        if self._checked is not None and self._checked[0]() is model and self._checked[1] == count:
+        originals, checked = self._originals(), self._checked
+        if checked is not None and checked[0]() is model and len(checked[1]) == len(originals):
             return
         known = {id(parameter) for parameter in model.get_module().parameters()}
-        for group in self._groups():
-            for parameter in group["params"]:
-                if parameter.requires_grad and id(self.original(parameter)) not in known:
-                    raise SMPUsageError(
-                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is "
-                        "no parameter of the smp.DistributedModel: smp would neither reduce its "
-                        "gradient nor save its state. Give such parameters to an optimizer of "
-                        "their own, without smp.DistributedOptimizer"
-                        + (_REPLACED if state.topology.tp_size > 1 else "")
-                    )
-        self._checked = weakref.ref(model), count
+        for parameter in originals:
+            if parameter.requires_grad and id(parameter) not in known:
+                raise SMPUsageError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is "
+                    "no parameter of the smp.DistributedModel: smp would neither reduce its "
+                    "gradient nor save its state. Give such parameters to an optimizer of "
+                    "their own, without smp.DistributedOptimizer"
+                    + (_REPLACED if state.topology.tp_size > 1 else "")
+                )
+        self._checked = weakref.ref(model), originals
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the optimizer's own `state_dict` returns on this rank."""
@@ -355,9 +376,8 @@ class _State:
     def indices(self) -> dict[int, int]:
         """Returns the number of each of the model's parameters in the state dict, by its id."""
         numbers: dict[int, int] = {}
-        for group in self._groups():
-            for parameter in group["params"]:
-                numbers.setdefault(id(self.original(parameter)), len(numbers))
+        for parameter in self._originals():
+            numbers.setdefault(id(parameter), len(numbers))
         return numbers
 
     def local(self, gather: bool = False) -> dict[str, Any]:
@@ -516,7 +536,14 @@ class _State:
 
     def _originals(self) -> list[Any]:
         """Returns the model's parameters that the optimizer has."""
-        return [self.original(p) for group in self._groups() for p in group["params"]]
+        found = [self.original(p) for group in self._groups() for p in group["params"]]
+        model = state.current_model()
+        if self._checked is None or model is None or self._checked[0]() is not model:
+            return found
+        checked = self._checked[1]
+        known = set(map(id, checked))
+        pairs = itertools.zip_longest(found, checked[: len(found)])
+        return [old if old is not None and id(new) not in known else new for new, old in pairs]
 
     def _steps(self, parameter: Any) -> bool:
         return self.shards is None or self.shards.steps(parameter)

@@ -14,9 +14,9 @@ from smddp.modelparallel.pipeline.channel import Channel
 from smddp.modelparallel.pipeline.order_group import OrderGroup
 from smddp.modelparallel.pipeline.protocol import Kind, Message, raise_if_unpicklable
 from smddp.modelparallel.pipeline.step import (
-    BufferReport,
     StepCollectives,
     StepModel,
+    StepReport,
     StepResult,
 )
 from smddp_smp.baton import Baton
@@ -57,7 +57,7 @@ class Ending:
         failures: of all ranks, as far as they are known here.
         end_sent: has this rank sent END in this step?
         result: what the driver has returned, once it is here.
-        reports: by rank of the pipeline, what END has said about buffers.
+        reports: by rank of the pipeline, what END has said.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Ending:
         self._loss: SMPPeerError | None = None  # a rank of the pipeline has been lost
         self.end_sent = False
         self.result: StepResult | None = None
-        self.reports: dict[int, BufferReport] = {}
+        self.reports: dict[int, StepReport] = {}
         self._model: StepModel | None = None
 
     def begin(self, model: StepModel) -> None:
@@ -139,7 +139,7 @@ class Ending:
         if self.end_sent:
             return
         assert self._model is not None
-        self.reports[self._rank] = report = self._model.report_buffers()
+        self.reports[self._rank] = report = self._model.report()
         if self._rank > 0:
             self._send_end(report, [])
             return

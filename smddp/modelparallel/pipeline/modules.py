@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from smddp.modelparallel.activations.offload import Offloader
-from smddp.modelparallel.activations.region import Keeper, Region
+from smddp.modelparallel.activations.region import Keeper, Region, layer_arguments
 from smddp.modelparallel.common.structure import Structure, flatten, map_tensors
 from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.collector import KnownCall, predictable
@@ -337,7 +337,7 @@ class Modules:
             begin: the first layer.
             end: the one after the last layer. Layers with state all live on one rank.
             value: the argument of the first layer.
-            spread: pass a tuple to a layer as several arguments.
+            spread: see `layer_arguments`.
             preserve: draw the same random numbers in both runs.
 
         Returns:
@@ -574,7 +574,7 @@ class Modules:
 
         def run(value: Any) -> Any:
             for one, seed in zip(numbers, seeds or [None] * len(numbers), strict=True):
-                args = value if spread and isinstance(value, tuple) else (value,)
+                args = layer_arguments(self.by_number[one], value, spread)
                 with seeded(seed) if seed is not None else contextlib.nullcontext():
                     value = self._original(one, "", args, {})
             return value

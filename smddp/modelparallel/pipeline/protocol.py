@@ -62,8 +62,8 @@ class Kind(enum.IntEnum):
             `Pass`): the target sends, the source receives. See `Origin`.
         DONE: the number of the microbatch.
         DROP: the fields of the `Origin`, without depth and path.
-        END: a `Failure`; or after a success, from rank 0 (`StepResult.header`, a `BufferReport`),
-            from the others a `BufferReport`; None from a rank that has heard of a failure. In an
+        END: a `Failure`; or after a success, from rank 0 (`StepResult.header`, a `StepReport`),
+            from the others a `StepReport`; None from a rank that has heard of a failure. In an
             order group, an `Outcome`.
         DECISIONS: a list of `Decision`s, in their order; None if the leader makes no more.
         STOP: (the fields of an `Elsewhere`, what `StepCollectives.stop` has returned).

@@ -16,13 +16,13 @@ from smddp.modelparallel.pipeline.frame import Frame
 
 __all__ = [
     "UNLIMITED",
-    "BufferReport",
     "Form",
     "Schedule",
     "StepBegin",
     "StepCollectives",
     "StepDriver",
     "StepModel",
+    "StepReport",
     "StepResult",
 ]
 
@@ -110,25 +110,27 @@ class Form(NamedTuple):
     persistent: bool
 
 
-class BufferReport(NamedTuple):
-    """What a rank tells the others about the buffers that live on it, at the end of a step.
+class StepReport(NamedTuple):
+    """What a rank tells the others at the end of a step, mostly about the buffers that live on it.
 
     Attributes:
         changed: the step has changed a buffer that another rank has read, so the order of the
             microbatches matters.
         forms: the forms that other ranks do not know yet, by number of the module and name.
+        updates_masters: gradients are to be copied to master weights when they are complete.
     """
 
     changed: bool
     forms: dict[tuple[int, str], Form | None]
+    updates_masters: bool = False
 
 
 class StepModel(Protocol):
     """The model that a step trains.
 
-    The holder of the baton calls `accept_begin`, `apply`, `end_microbatch` and `report_buffers`.
-    The thread in `Executor.run` calls the others; also `report_buffers` on rank 0, and `apply`
-    after a failure, when no task is left.
+    The holder of the baton calls `accept_begin`, `apply`, `end_microbatch` and `report`. The
+    thread in `Executor.run` calls the others; also `report` on rank 0, and `apply` after a failure,
+    when no task is left.
 
     Attributes:
         steps: how many steps have begun, including the present one.
@@ -157,8 +159,8 @@ class StepModel(Protocol):
     def end_microbatch(self, microbatch: int) -> None:
         """Notes that a microbatch gives no more gradients on this rank."""
 
-    def report_buffers(self) -> BufferReport:
-        """Returns what to tell the other ranks about the buffers here, when all work has ended.
+    def report(self) -> StepReport:
+        """Returns what to tell the other ranks, when all work has ended.
 
         Raises:
             OrderMattersError: the step has to be run again, with one microbatch after the other.
@@ -173,8 +175,8 @@ class StepModel(Protocol):
             failed: has the step failed, as far as this rank knows?
         """
 
-    def accept_reports(self, reports: dict[int, BufferReport], order_matters: bool) -> None:
-        """Applies what the ranks say about their buffers, after the step.
+    def accept_reports(self, reports: dict[int, StepReport], order_matters: bool) -> None:
+        """Applies what the ranks say, after the step.
 
         Args:
             reports: by rank of the pipeline, that of this rank included; not those of ranks that

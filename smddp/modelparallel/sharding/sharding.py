@@ -11,6 +11,7 @@ import collections
 import contextlib
 import functools
 import gc
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ from smddp.modelparallel.sharding.shard import Shard, ShardedParameter
 from smddp.modelparallel.tensor.division import division_of
 
 __all__ = ["Sharding"]
+
+log = logging.getLogger("smddp.modelparallel")
 
 
 class _Saved(NamedTuple):
@@ -176,7 +179,15 @@ class Sharding:
                 set_part(parameter, torch.empty(0, dtype=parameter.dtype))
             elif id(parameter) not in self._by_id:
                 self.renew(parameter)
-        return [self.local(parameter) for parameter in parameters]
+        local = [self.local(parameter) for parameter in parameters]
+        if dist.get_rank() == 0:
+            log.info(
+                "smp: sharding over %d ranks: of %d parameters here, %d are divided, those of at "
+                "least %d elements; each rank keeps %.2f of %.2f MiB",
+                *(self.groups.parameters.size(), len(parameters), len(self.entries)),
+                *(max(self._threshold, 1), _mebibytes(local), _mebibytes(parameters)),
+            )
+        return local
 
     def _count(self, parameter: nn.Parameter) -> int:
         """Returns the elements of this rank's part of a parameter that comes to live here."""
@@ -422,3 +433,7 @@ def _enter(self: Any) -> None:
 def _patch_saved_tensors_hooks() -> None:
     """Lets hooks of other code see sharded parameters as plain tensors."""
     _SavedTensorsHooks.__enter__ = _enter  # type: ignore[method-assign]
+
+
+def _mebibytes(tensors: Iterable[torch.Tensor]) -> float:
+    return sum(one.numel() * one.element_size() for one in tensors) / 2**20

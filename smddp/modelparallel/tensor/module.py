@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from smddp.modelparallel.common.dtypes import convert
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.pipeline.randomness import draw_seed, mix, seeded
 from smddp.modelparallel.tensor.division import Division, mark
@@ -32,11 +35,28 @@ class DistributedModule(nn.Module):
     `Exchange`). Every other parameter is a *replica*: it is whole on every rank, and is used on the
     examples of this rank only (the form "own"). Gradients are averaged accordingly.
 
+    With `fp16_params` in the configuration, a module is converted to fp16 when its `__init__` has
+    ended, with everything inside it.
+
     Attributes:
         exchange: exchanges activations with the other ranks of the group.
         divisions: how each divided parameter is divided, by its name in this module; those of
             inner modules are not included.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Lets `__init__` of a class end with the conversion that `fp16_params` asks for."""
+        super().__init_subclass__(**kwargs)
+        original = cls.__init__
+
+        @functools.wraps(original)
+        def init(self: DistributedModule, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            # Classes that inherit from it go on when this has ended.
+            if type(self) is cls and state.initialized and state.cfg.fp16_params:
+                convert(self, torch.float16, state.cfg._fp32_grad_accumulation)
+
+        cls.__init__ = init  # type: ignore[method-assign]
 
     def __init__(self, exchange: Exchange | None = None) -> None:
         """Begins without parameters.

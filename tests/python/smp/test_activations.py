@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import copy
 import gc
+import itertools
 import pickle
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -314,6 +315,135 @@ def features(pp: int) -> None:
 @pytest.mark.parametrize("pp", [1, 2])
 def test_results_are_those_without_checkpoints(pp: int) -> None:
     check_ranks(features, str(pp), pp)
+
+
+class Letter(nn.Module):
+    """A layer that notes its calls."""
+
+    calls: ClassVar[list[str]] = []
+
+    def __init__(self, letter: str) -> None:
+        super().__init__()
+        self.letter, self.linear = letter, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(self.letter)
+        return torch.tanh(self.linear(x))
+
+
+class Letters(nn.Module):
+    """Layers a and b, and on the last rank c, d and e."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Letter("a"), Letter("b"))
+        with smp.partition(last):
+            self.layers.extend(nn.Sequential(*map(Letter, "cde")))
+        self.strategy = ""  # of the function; empty without it
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.strategy:
+            return self.layers(x)
+        return patches.checkpoint_sequential(self.layers, x, self.strategy)
+
+
+STRATEGIES = {
+    "each": (["a", "b", "c", "d", "e"], ["a", "b", "c", "d", "e"]),
+    "group_1": (["a", "b", "c", "d", "e"], ["a", "b", "c", "d", "e"]),
+    "group_2": (["ab", "cd", "e"], ["ab", "cd", "e"]),
+    "group_3": (["abc", "de"], ["ab", "cde"]),
+    "group_4": (["abcd", "e"], ["ab", "cde"]),
+    "group_7": (["abcde"], ["ab", "cde"]),
+    "contiguous": (["abcde"], ["ab", "cde"]),
+}
+
+
+def groups(pp: int, function: bool) -> list[list[str]]:
+    """Returns for each strategy the layers that this rank computes again together.
+
+    Groups are computed again from the last to the first, the layers of each in their order.
+    """
+    smp.init({"partitions": pp, **MANUAL, "microbatches": 1})
+    net = Letters(pp - 1)
+    model = smp.DistributedModel(net)
+    found = []
+    for strategy in STRATEGIES:
+        if function:
+            net.strategy = strategy
+        else:
+            smp.set_activation_checkpointing(net.layers, strategy=strategy)
+        Letter.calls.clear()
+        train(model, torch.ones(2, 4), False)
+        calls = "".join(Letter.calls)
+        again = calls[len(calls) // 2 :]
+        ends = [i for i in range(1, len(again)) if again[i] < again[i - 1]]
+        found.append([again[i:j] for i, j in itertools.pairwise([0, *ends, len(again)])][::-1])
+    return found
+
+
+@pytest.mark.parametrize("function", [False, True])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_layers_are_grouped_as_the_strategy_says(pp: int, function: bool) -> None:
+    ranks = check_ranks(groups, str(pp), pp, function)
+    for number, strategy in enumerate(STRATEGIES):
+        found = [group for rank in ranks for group in rank[number]]
+        assert found == STRATEGIES[strategy][pp - 1], strategy
+
+
+class OfTwo(nn.Module):
+    """Takes two arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.linear(x)) + y, x
+
+
+class OfTuple(OfTwo):
+    """Takes a tuple."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        assert isinstance(pair, tuple)
+        return super().forward(*pair)
+
+
+class Unpacked(nn.Module):
+    """Passes a tuple through layers, by hand or by `checkpoint_sequential` without packing."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(OfTwo(), OfTuple())
+        with smp.partition(last):
+            self.layers.extend(nn.Sequential(OfTwo(), OfTwo(), OfTuple()))
+        self.strategy, self.copies = "", False
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = (x, 2 * x)
+        if self.strategy:
+            layers = nn.Sequential(*self.layers) if self.copies else self.layers
+            pair = patches.checkpoint_sequential(layers, pair, self.strategy)
+            return pair[0] * pair[1]
+        for layer in self.layers:
+            pair = layer(pair) if isinstance(layer, OfTuple) else layer(*pair)
+        return pair[0] * pair[1]
+
+
+def unpacked(pp: int) -> None:
+    smp.init({"partitions": pp, **MANUAL})
+    net = Unpacked(pp - 1)
+    model = smp.DistributedModel(net)
+    plain = steps(model)
+    for net.copies in (False, True) if pp == 1 else (False,):  # a copy is not of the model
+        for net.strategy in ("each", "group_2", "contiguous"):
+            model.zero_grad()
+            torch.testing.assert_close(steps(model), plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_layers_get_a_tuple_as_they_take_it(pp: int) -> None:
+    check_ranks(unpacked, str(pp), pp)
 
 
 class Own(nn.Sequential):

@@ -62,54 +62,66 @@ def test_unknown_keys_warn_with_advice() -> None:
         configure({1: 2}, {})
 
 
-@pytest.mark.parametrize(
-    ("config", "text"),
-    [
-        ({"microbatches": 0}, "The number of microbatches must be a positive integer."),
-        ({"partitions": 2.0}, "The number of partitions must be a positive integer."),
-        ({"active_microbatches": True}, "The number of active_microbatches must be a positive"),
-        (
-            {"pipeline": "both"},
-            "pipeline must be a value in: ['simple', 'interleaved', '_only_forward'].",
-        ),
-        ({"placement_strategy": "DDP"}, "placement_strategy must be a value in: ['spread', "),
-        ({"optimize": "cost"}, "optimize must be a value in: ['speed', 'memory']."),
-        ({"auto_partition": 1}, "auto_partition must be a value in: [True, False]."),
-        ({"partition_file": 3}, "'partition_file' must be a str."),
-        (
-            {"auto_partition": False, "partitions": 2},
-            "default_partition must be supplied if auto_partition is set to False!",
-        ),
-        (
-            {"default_partition": 2, "partitions": 2},
-            "default_partition must be less than the number of partitions!",
-        ),
-        ({"memory_weight": 1.5}, "memory_weight must be between 0.0 and 1.0!"),
-        ({"ddp_port": 1}, "`ddp_port` needs `ddp` to be set as well"),
-        ({"ddp_dist_backend": "nccl"}, "`ddp_dist_backend` needs `ddp` to be set as well"),
-        ({"ddp": True, "ddp_port": -1}, "Invalid port number -1."),
-        (
-            {"ddp": True, "horovod": True},
-            "'ddp' and 'horovod' cannot be simultaneously enabled.",
-        ),
-        ({"partitions": 2, "pipeline_parallel_degree": 4}, "mean the same"),
-        (
-            {"tensor_parallel_degree": 2},
-            "tensor_parallel_degree greater than 1 needs ddp: set ddp to True.",
-        ),
-        ({"bf16": True}, "bf16 needs sharded_data_parallel_degree"),
-        ({"fp16": True, "bf16": True}, "fp16 and bf16 cannot be simultaneously enabled."),
-        (
-            {"ddp": True, "sharded_data_parallel_degree": 2, "shard_optimizer_state": True},
-            "exclude each other",
-        ),
-        ({"load_partition": True}, "load_partition needs partition_file."),
-        (
-            {"microbatches": "four"},
-            "must be a positive integer. The configuration (smp.init) has 'microbatches': 'four'",
-        ),
-    ],
-)
+# test_errors.py has the ranks of a job try them, too.
+WRONG: list[tuple[dict[str, object], str]] = [
+    ({"microbatches": 0}, "The number of microbatches must be a positive integer."),
+    ({"partitions": 2.0}, "The number of partitions must be a positive integer."),
+    ({"active_microbatches": True}, "The number of active_microbatches must be a positive"),
+    (
+        {"pipeline": "both"},
+        "pipeline must be a value in: ['simple', 'interleaved', '_only_forward'].",
+    ),
+    ({"placement_strategy": "DDP"}, "placement_strategy must be a value in: ['spread', "),
+    ({"optimize": "cost"}, "optimize must be a value in: ['speed', 'memory']."),
+    ({"auto_partition": 1}, "auto_partition must be a value in: [True, False]."),
+    ({"partition_file": 3}, "'partition_file' must be a str."),
+    (
+        {"auto_partition": False, "partitions": 2},
+        "default_partition must be supplied if auto_partition is set to False!",
+    ),
+    (
+        {"default_partition": 2, "partitions": 2},
+        "default_partition must be less than the number of partitions!",
+    ),
+    ({"memory_weight": 1.5}, "memory_weight must be between 0.0 and 1.0!"),
+    ({"ddp_port": 1}, "`ddp_port` needs `ddp` to be set as well"),
+    ({"ddp_dist_backend": "nccl"}, "`ddp_dist_backend` needs `ddp` to be set as well"),
+    ({"ddp": True, "ddp_port": -1}, "Invalid port number -1."),
+    ({"ddp": True, "ddp_dist_backend": "mpi"}, "ddp_dist_backend must be a value in: ['auto', "),
+    ({"default_partition": 1}, "default_partition must be less than the number of partitions!"),
+    (
+        {"default_partition": 2, "pipeline_parallel_degree": 2, "auto_partition": False},
+        "default_partition must be less than the number of partitions!",
+    ),
+    ({"default_partition": -1}, "default_partition must be the number of a partition."),
+    ({"tensor_parallel_degree": 2, "ddp": False}, "greater than 1 needs ddp: set ddp to True."),
+    ({"tensor_parallel_degree": 0}, "The number of tensor_parallel_degree must be a positive"),
+    ({"fp16_params": 1}, "fp16_params must be a value in: [True, False]."),
+    ({"checkpoint_attentions": "yes"}, "checkpoint_attentions must be a value in: [True, False]."),
+    (
+        {"ddp": True, "horovod": True},
+        "'ddp' and 'horovod' cannot be simultaneously enabled.",
+    ),
+    ({"partitions": 2, "pipeline_parallel_degree": 4}, "mean the same"),
+    (
+        {"tensor_parallel_degree": 2},
+        "tensor_parallel_degree greater than 1 needs ddp: set ddp to True.",
+    ),
+    ({"bf16": True}, "bf16 needs sharded_data_parallel_degree"),
+    ({"fp16": True, "bf16": True}, "fp16 and bf16 cannot be simultaneously enabled."),
+    (
+        {"ddp": True, "sharded_data_parallel_degree": 2, "shard_optimizer_state": True},
+        "exclude each other",
+    ),
+    ({"load_partition": True}, "load_partition needs partition_file."),
+    (
+        {"microbatches": "four"},
+        "must be a positive integer. The configuration (smp.init) has 'microbatches': 'four'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "text"), WRONG)
 def test_wrong_values(config: dict[str, object], text: str) -> None:
     with pytest.raises(SMPConfigurationError) as caught:
         configure(config, {})
@@ -119,33 +131,33 @@ def test_wrong_values(config: dict[str, object], text: str) -> None:
 DEGREE = "sharded_data_parallel_degree"
 
 
-@pytest.mark.parametrize(
-    ("config", "named", "advice"),
-    [
-        ({DEGREE: 2}, (DEGREE, "ddp"), "set ddp to True"),
-        ({DEGREE: 2, "ddp": False}, (DEGREE, "ddp"), "set ddp to True"),
-        (
-            {DEGREE: 2, "shard_optimizer_state": True, "ddp": True},
-            (DEGREE, "shard_optimizer_state"),
-            "leave out shard_optimizer_state",
-        ),
-        ({DEGREE: 2, "bf16": True, "fp16": True}, ("fp16", "bf16"), "Set one of them"),
-        ({"bf16": True}, ("bf16", DEGREE), "set that, or use fp16"),
-        ({"bf16": True, DEGREE: 1}, ("bf16", DEGREE), "set that, or use fp16"),
-        ({DEGREE: 0}, (DEGREE,), "must be a positive integer"),
-        ({"sdp_reduce_bucket_size": 0}, ("sdp_reduce_bucket_size",), "must be a positive integer"),
-        ({"sdp_max_live_parameters": 1.5}, ("sdp_max_live_parameters",), "a positive integer"),
-        (
-            {"sdp_param_persistence_threshold": -1},
-            ("sdp_param_persistence_threshold",),
-            "must be an integer that is not negative",
-        ),
-        ({"sdp_gradient_clipping": "1"}, ("sdp_gradient_clipping",), "a number greater than 0"),
-        ({"sdp_gradient_clipping": 0}, ("sdp_gradient_clipping",), "a number greater than 0"),
-        ({"activation_loading_horizon": 0}, ("activation_loading_horizon",), "a positive integer"),
-        ({"offload_activations": "yes"}, ("offload_activations",), "in: [True, False]"),
-    ],
-)
+WRONG_TOGETHER: list[tuple[dict[str, object], tuple[str, ...], str]] = [
+    ({DEGREE: 2}, (DEGREE, "ddp"), "set ddp to True"),
+    ({DEGREE: 2, "ddp": False}, (DEGREE, "ddp"), "set ddp to True"),
+    (
+        {DEGREE: 2, "shard_optimizer_state": True, "ddp": True},
+        (DEGREE, "shard_optimizer_state"),
+        "leave out shard_optimizer_state",
+    ),
+    ({DEGREE: 2, "bf16": True, "fp16": True}, ("fp16", "bf16"), "Set one of them"),
+    ({"bf16": True}, ("bf16", DEGREE), "set that, or use fp16"),
+    ({"bf16": True, DEGREE: 1}, ("bf16", DEGREE), "set that, or use fp16"),
+    ({DEGREE: 0}, (DEGREE,), "must be a positive integer"),
+    ({"sdp_reduce_bucket_size": 0}, ("sdp_reduce_bucket_size",), "must be a positive integer"),
+    ({"sdp_max_live_parameters": 1.5}, ("sdp_max_live_parameters",), "a positive integer"),
+    (
+        {"sdp_param_persistence_threshold": -1},
+        ("sdp_param_persistence_threshold",),
+        "must be an integer that is not negative",
+    ),
+    ({"sdp_gradient_clipping": "1"}, ("sdp_gradient_clipping",), "a number greater than 0"),
+    ({"sdp_gradient_clipping": 0}, ("sdp_gradient_clipping",), "a number greater than 0"),
+    ({"activation_loading_horizon": 0}, ("activation_loading_horizon",), "a positive integer"),
+    ({"offload_activations": "yes"}, ("offload_activations",), "in: [True, False]"),
+]
+
+
+@pytest.mark.parametrize(("config", "named", "advice"), WRONG_TOGETHER)
 def test_models_that_do_not_fit_configured_wrong(
     config: dict[str, object], named: tuple[str, ...], advice: str
 ) -> None:
@@ -177,6 +189,14 @@ def test_features_of_later_versions_are_accepted_and_named(key) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         configure({**config, "nonsense": 1}, {}, warn=False)  # as the other ranks do
+
+
+@pytest.mark.parametrize("value", [True, 1, "all", None, {}])
+def test_a_key_of_unknown_meaning_is_accepted_in_silence(value) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cfg = configure({"task_level_activation_checkpointing": value}, {})
+    assert cfg.task_level_activation_checkpointing == value
 
 
 def test_every_key_is_an_attribute_and_silent_by_default() -> None:

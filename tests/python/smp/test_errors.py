@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import signal
 import threading
 import time
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -16,11 +18,13 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from ranks import arrive, await_ranks, check_ranks, listen, run_ranks
+from smp.test_config import WRONG, WRONG_TOGETHER
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.job import meeting
 from smddp.modelparallel.pipeline import executor as executor_module
+from smddp_smp.config import ENVIRONMENT_VARIABLE
 from smddp_smp.errors import (
     SMPConfigurationError,
     SMPInitializationError,
@@ -606,14 +610,15 @@ def misused() -> None:
         train(layer, torch.ones(4, 4), "")
     # Configurations are refused before anything is started, so the right one may follow.
     for wrong, text in (
-        ({"auto_partition": False}, "default_partition must be supplied"),
-        ({"tensor_parallel_degree": 2}, "needs ddp"),
-        ({"bf16": True}, "bf16 needs sharded_data_parallel_degree"),
-        ({"fp16": True, "bf16": True}, "cannot be simultaneously enabled"),
+        *WRONG,
+        *((config, advice) for config, _, advice in WRONG_TOGETHER),
+        ({}, "2 ranks make 2 replicas of 1 partition(s); data parallelism needs ddp: True"),
+        ({"ddp": True, "tensor_parallel_degree": 3}, "x 3 tensor parallel ranks"),
+        ({"ddp": True, "tensor_parallel_degree": 2, "partitions": 2}, "x 2 tensor parallel ranks"),
         ({"sharded_data_parallel_degree": 2, "ddp": True, "partitions": 2}, "does not divide"),
         (
-            {"sharded_data_parallel_degree": 2, "ddp": True, "shard_optimizer_state": True},
-            "exclude each other",
+            {"sharded_data_parallel_degree": 2, "ddp": True, "tensor_parallel_degree": 2},
+            "does not divide the number of replicas of ranks with one tensor-parallel rank, 1",
         ),
         (
             {"sharded_data_parallel_degree": 3, "ddp": True},
@@ -621,9 +626,19 @@ def misused() -> None:
         ),
         ({"partitions": 3}, "2 ranks cannot be divided into pipelines of 3"),
     ):
-        with pytest.raises((SMPConfigurationError, SMPInitializationError), match=text):
-            smp.init(wrong)
-    smp.init({"partitions": 2, **MANUAL})
+        for environment in (False, True):
+            os.environ[ENVIRONMENT_VARIABLE] = json.dumps(wrong) if environment else "{}"
+            if environment:
+                text = text.replace("smp.init", ENVIRONMENT_VARIABLE)
+            with pytest.raises((SMPConfigurationError, SMPInitializationError)) as refused:
+                smp.init(None if environment else wrong)
+            assert text in str(refused.value), wrong
+            assert not smp.is_initialized()
+            assert not dist.is_initialized()
+    del os.environ[ENVIRONMENT_VARIABLE]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        smp.init({"partitions": 2, "task_level_activation_checkpointing": 1, **MANUAL})
     with pytest.raises(SMPUsageError, match=r"create smp.DistributedModel"):
         train(layer, torch.ones(4, 4), "")
     with pytest.raises(SMPPartitionError, match="there are 2 partitions"), smp.partition(2):

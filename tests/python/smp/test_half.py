@@ -264,6 +264,56 @@ def test_fp16_with_shards_is_what_a_plain_loop_computes() -> None:
         check_state(state, expected, rtol=1e-3, atol=1e-4)
 
 
+@smp.step
+def updating_step(model: Any, optimizer: Any, words: Tensor, x: Tensor, update: bool) -> None:
+    loss = loss_of(model(words, x), x)
+    if update:
+        optimizer.backward(loss)
+    else:
+        optimizer.backward(loss, update_master_grads=False)
+
+
+def updating(parts: int, scale: float) -> None:
+    """Apex copies gradients to the masters in `backward`, unless the script does not want that."""
+    model, optimizer, _ = begin(parts, arguments={"static_loss_scale": scale})
+    overflows = scale > 1e6
+    seen: list[bool] = []
+
+    def grads() -> list[Tensor | None]:
+        return [master.grad for master in optimizer.fp32_from_fp16_groups[0]]
+
+    for step, update in enumerate((True, False, True)):
+        optimizer.zero_grad()
+        model.register_post_step_hook(lambda *_: seen.append(None not in grads()))
+        updating_step(model, optimizer, *batch(step, 0), update)
+        assert seen.pop() == update
+        if not update:
+            assert set(grads()) == {None}
+            assert not optimizer.overflow
+            continue
+        assert optimizer.overflow == overflows
+        found = [grad.clone() for grad in grads()]
+        halves = [p for p in model.local_parameters() if p.dtype == torch.float16]
+        if not overflows:
+            expected = [half.grad.float() / scale for half in halves]
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        optimizer.update_master_grads()
+        torch.testing.assert_close(grads(), found, rtol=0, atol=0, equal_nan=True)
+        optimizer.overflow = False  # so that the next step has to find it
+    if parts == 1:
+        optimizer.zero_grad()
+        words, x = batch(0, 0)
+        optimizer.backward(loss_of(model(words, x), x))
+        assert None not in grads()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("scale", [128.0, 2.0**30])
+def test_backward_updates_the_masters(parts: int, scale: float) -> None:
+    check_ranks(updating, str(parts), parts, scale)
+
+
 def fp32_sums() -> tuple[int, list[Tensor]]:
     """Runs one step; returns the partition of this rank, and its gradients."""
     model, _, _ = begin(2, _fp32_grad_accumulation=True, arguments={"static_loss_scale": 8.0})
@@ -404,6 +454,9 @@ def scales(scaler: LossScaler, overflows: str) -> list[float]:
     ("arguments", "overflows", "expected"),
     [
         ({}, "!.!", [2.0**31, 2.0**31, 2.0**30]),
+        ({}, "!" * 40, [*(2.0**power for power in range(31, -1, -1)), *[1.0] * 8]),
+        ({}, "." * 1000, [*[2.0**32] * 999, 2.0**33]),
+        ({"init_scale": 4}, "." * 500 + "!" + "." * 1000, [*[4] * 500, *[2] * 1000, 4]),
         ({"init_scale": 4, "scale_window": 2}, "....", [4, 8, 8, 16]),
         ({"init_scale": 4, "scale_window": 2}, ".!...", [4, 2, 2, 4, 4]),
         ({"init_scale": 4, "scale_factor": 4, "min_scale": 0.5}, "!!!", [1, 0.5, 0.5]),

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.optimizer.distributed_optimizer import FP16_STATES
 from smddp.modelparallel.sharding.gathers import Gathers
 from smddp_smp.errors import (
     SMPError,
@@ -1124,7 +1125,10 @@ def odd(config: dict[str, Any], seed: int) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     model = smp.DistributedModel(Odd())
     inner = torch.optim.Adam(model.parameters(), lr=0.1)
-    return model, smp.DistributedOptimizer(inner, dynamic_loss_scale=bool(config.get("fp16")))
+    if not config.get("fp16"):
+        return model, smp.DistributedOptimizer(inner)
+    scale = {"init_scale": 2.0**12, "scale_window": 2}
+    return model, smp.DistributedOptimizer(inner, dynamic_loss_scale=True, **scale)
 
 
 def train(model: Any, optimizer: Any, steps: range) -> dict[str, Tensor]:
@@ -1156,12 +1160,27 @@ def saving(config: dict[str, Any], path: str) -> Any:
     return expected
 
 
+def check_half(optimizer: Any, saved: Any) -> None:
+    """Checks that masters and the loss scale are those that were saved, and not new ones."""
+    found = optimizer.state_dict()
+    assert found.keys() & {FP16_STATES} == saved.keys() & {FP16_STATES}
+    if FP16_STATES not in saved:
+        return
+    masters, expected = found[FP16_STATES]["masters"], saved[FP16_STATES]["masters"]
+    torch.testing.assert_close(masters, expected, rtol=0, atol=0)
+    dtype = torch.float16 if smp.state.cfg.fp16 else torch.bfloat16
+    assert any(not torch.equal(one, one.to(dtype).float()) for one in expected.values())
+    assert found[FP16_STATES]["loss_scaler"] == saved[FP16_STATES]["loss_scaler"]
+    assert optimizer.loss_scale == (2.0**13 if smp.state.cfg.fp16 else 1.0)
+
+
 def loading(config: dict[str, Any], path: str, how: str) -> Any:
     model, optimizer = odd(config, 1)
     if config["sharded_data_parallel_degree"] > 1:
         before = optimizer.orig_state_dict()["param_groups"]
         smp.resume_from_checkpoint(path, load_sharded_optimizer_state=False)
         assert optimizer.orig_state_dict() == {"state": {}, "param_groups": before}
+        check_half(optimizer, torch.load(Path(path) / "optimizer_0.pt"))
     if how == "parts":
         assert smp.resume_from_checkpoint(path) == {"step": 3}
     else:
@@ -1197,6 +1216,39 @@ def test_checkpoints_load_at_any_degree(tmp_path: Path, half: str) -> None:
                             atol=tolerance,
                             msg=lambda m, at=f"{where}, {name}": f"{at}: {m}",
                         )
+
+
+@smp.step
+def squares_step(model: Any, x: Tensor) -> None:
+    model.backward(model(x).square().mean())
+
+
+def told(parts: int, threshold: int) -> list[str]:
+    config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": threshold}
+    manual = {"auto_partition": False, "default_partition": 0}
+    smp.init({"ddp": True, "partitions": parts, **manual, **config})
+    said = listen()
+    with smp.partition(parts - 1):
+        last = nn.Linear(4, 4)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(1024, 512), nn.Linear(512, 4), last))
+    squares_step(model, torch.ones(2, 1024, device=device()))
+    return [text for text in said if "sharding" in text]
+
+
+@pytest.mark.parametrize(
+    ("parts", "threshold", "text"),
+    [
+        (1, 2048, "6 parameters here, 2 are divided, those of at least 2048 elements; each rank "),
+        (2, 2048, "4 parameters here, 2 are divided, those of at least 2048 elements; each rank "),
+        (1, 10**6, "6 parameters here, 0 are divided, those of at least 1000000 elements; each r"),
+    ],
+)
+def test_the_log_says_what_is_divided(parts: int, threshold: int, text: str) -> None:
+    first, *others = check_ranks(told, str(2 * parts), parts, threshold)
+    (line,) = first
+    assert line.startswith(f"smp: sharding over 2 ranks: of {text}")
+    assert line.endswith("keeps 1.01 of 2.01 MiB" if "2 are" in text else "keeps 2.01 of 2.01 MiB")
+    assert others == [[]] * len(others)
 
 
 @smp.step

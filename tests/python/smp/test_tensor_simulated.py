@@ -44,7 +44,7 @@ from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.pipeline.order_group import OrderGroup
 from smddp.modelparallel.pipeline.protocol import Kind, Message
-from smddp.modelparallel.pipeline.step import BufferReport, Schedule, StepBegin
+from smddp.modelparallel.pipeline.step import Schedule, StepBegin, StepReport
 from smddp_smp.baton import Priority, Task, Ticket
 from smddp_smp.errors import SMPError, SMPPeerError
 from smddp_smp.failure import Redo, StructureChangedError, summary
@@ -404,8 +404,8 @@ class Model:
     def end_microbatch(self, microbatch: int) -> None:
         pass
 
-    def report_buffers(self) -> BufferReport:
-        return BufferReport(False, {})
+    def report(self) -> StepReport:
+        return StepReport(False, {})
 
     def close(self, failed: bool) -> None:
         pass
