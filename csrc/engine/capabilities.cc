@@ -1,5 +1,7 @@
 #include "engine/capabilities.h"
 
+#include "bootstrap/local_address.h"
+#include "common/config.h"
 #include "reduction/reduce.h"
 #include "transport/fabric/fabric.h"
 
@@ -13,5 +15,7 @@ Capabilities capabilities() {
   result.noFabric = transport::fabric::whyMissing();
   return result;
 }
+
+std::string addressForPeers() { return bootstrap::localAddress(settings(), environment("MASTER_ADDR")); }
 
 }  // namespace smddp::engine

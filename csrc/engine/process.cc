@@ -6,9 +6,9 @@
 #include <filesystem>
 #include <system_error>
 
-#include "bootstrap/local_address.h"
 #include "common/config.h"
 #include "common/log.h"
+#include "engine/capabilities.h"
 #include "engine/wait_policy.h"
 #include "transport/network/network.h"
 
@@ -156,7 +156,7 @@ void Process::openFabric(size_t remotePeers) {
   if (!options_.fabric) requireDescriptors(remotePeers);
   // Sleeping needs a pipe from now on. Nothing of this is kept when the rest fails: the next group tries again.
   doorbell_->openPipe();
-  const std::string host = bootstrap::localAddress(settings(), environment("MASTER_ADDR"));
+  const std::string host = addressForPeers();
   std::unique_ptr<bootstrap::Lifeline> lifeline;
   if (options_.lifelines) {
     bootstrap::Lifeline::Options options;
