@@ -16,6 +16,8 @@ Capabilities capabilities() {
   return result;
 }
 
-std::string addressForPeers() { return bootstrap::localAddress(settings(), environment("MASTER_ADDR")); }
+std::string addressForPeers() {
+  return bootstrap::localAddress(settings(), environment("MASTER_ADDR"));
+}
 
 }  // namespace smddp::engine

@@ -233,7 +233,9 @@ void Process::checkPeers() {
     lifeline_->poll([&](const bootstrap::Lifeline::Departure& departure) {
       ownership_.assertOwned();
       const auto found = peers_.find(departure.process);
-      if (found != peers_.end()) lose(*found->second, !departure.orderly, departure.cause);
+      if (found == peers_.end()) return;
+      found->second->isUnreached |= !departure.wasReached && !found->second->lost;
+      lose(*found->second, !departure.orderly, departure.cause);
     });
   }
   for (auto& [id, peer] : peers_) {
@@ -244,6 +246,17 @@ void Process::checkPeers() {
     if (life == transport::shm::Life::Running) continue;
     lose(*peer, life == transport::shm::Life::Died, transport::shm::describeLife(*peer->mate));
   }
+}
+
+std::optional<Process::Unreached> Process::unreachedAmong(
+    const std::vector<bootstrap::Introduction>& introductions) const {
+  ownership_.assertOwned();
+  for (size_t rank = 0; rank < introductions.size(); ++rank) {
+    const auto found = peers_.find(introductions[rank].processId);
+    if (found == peers_.end() || !found->second->isUnreached) continue;
+    return Unreached{static_cast<Rank>(rank), found->second->lost.value_or("")};
+  }
+  return std::nullopt;
 }
 
 void Process::lose(Peer& peer, bool died, const std::string& cause) {
