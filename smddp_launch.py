@@ -5,7 +5,7 @@
     smddprun --distribution dist.json train.py   the ranks that a SageMaker estimator asks for
     mpirun -n 8 smddprun python train.py         one of 8 ranks, which mpirun starts
 
-In the first three forms `smddprun` hands over to torchrun. In the last one it sets the variables
+In the first three forms `smddprun` runs torchrun. In the last one it sets the variables
 that `torch.distributed` reads from those that mpirun or srun set; then it replaces itself by the
 command that follows on its command line. `smddpmprun` is the same program. Both accept -i and
 --allow-bypass, options of SageMaker's launcher: -i tells the ranks the instance type of a
@@ -195,6 +195,7 @@ def _tasks_of_this_node() -> str | None:
 
 def _port_of_job() -> int:
     name = next((os.environ[n] for n in _JOB_NAMES if os.environ.get(n)), "")
+    name += "." + os.environ.get("SLURM_STEP_ID", "")  # steps of one job may run at the same time
     return _PORTS[zlib.crc32(name.encode()) % len(_PORTS)]
 
 
@@ -405,7 +406,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _torchrun(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """Returns the command line that starts the ranks, and variables for it.
+    """Returns the arguments of torchrun that start the ranks, and variables for it.
 
     Raises:
         ValueError: options contradict each other, or a file is wrong.
@@ -428,17 +429,29 @@ def _torchrun(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     else:
         layout = ranks_of_nodes(ranks, options.nodes)
         count = str(sum(layout))
+    command = _command(options)
+    if len(layout) > 1:
+        nodes = "+".join(map(str, layout))
+        command = [sys.executable, "-m", "smddp_launch", "--node-of-rank", nodes, *command]
+    arguments = [*where, "--tee", "3", "--nproc-per-node", count]
+    arguments += ["--max-restarts", str(options.max_restarts)]
+    return [*arguments, "--no-python", *command], variables
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    """Returns what a rank runs.
+
+    Raises:
+        ValueError: it is a script that does not exist.
+    """
     command = list(options.command)
+    if command[0] == "--" and len(command) > 1:
+        del command[0]
     if command[0].endswith(".py"):
         if not options.dry_run and not os.path.exists(command[0]):
             raise ValueError(f"there is no file {command[0]}")
         command.insert(0, sys.executable)
-    if len(layout) > 1:
-        nodes = "+".join(map(str, layout))
-        command = [sys.executable, "-m", "smddp_launch", "--node-of-rank", nodes, *command]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, "--tee", "3"]
-    torchrun += ["--nproc-per-node", count, "--max-restarts", str(options.max_restarts)]
-    return [*torchrun, "--no-python", *command], variables
+    return command
 
 
 def _with_distribution(
@@ -513,17 +526,17 @@ def _prepare_rank(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Starts ranks, or sets the environment of one; replaces this process by what runs then.
+    """Starts ranks; or sets the environment of one, and replaces this process by what it runs.
 
     Raises:
         SystemExit: with status 2 if an argument is wrong or the ranks cannot be known; with 1 if
             the command cannot be run.
     """
     options = _parse(sys.argv[1:] if arguments is None else arguments)
-    command = options.command
+    torchrun: list[str] = []
     variables: dict[str, str] = {}
     try:
-        if not command:
+        if not options.command:
             raise ValueError(
                 "name what to run: smddprun -n 4 train.py, or, under mpirun, "
                 "mpirun -n 8 smddprun python train.py"
@@ -535,10 +548,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ValueError("--max-restarts must be at least 0")
         asked = (options.ranks, options.nodes, options.hostfile, options.distribution)
         if any(value is not None for value in (*asked, options.node_rank)):
-            command, more = _torchrun(options)
+            torchrun, more = _torchrun(options)
             variables |= more
-        elif not options.dry_run:
-            _prepare_rank(options)
+        else:
+            command = _command(options)
+            if not options.dry_run:
+                _prepare_rank(options)
     except ValueError as error:
         _refuse(str(error))
     except OSError as error:
@@ -546,14 +561,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.dry_run:
         import shlex
 
+        if torchrun:
+            command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
         assignments = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
         print(" ".join([*assignments, shlex.join(command)]))
         return
     os.environ.update(variables)
+    if torchrun:
+        _start_ranks(torchrun)
+        return
     try:
         os.execvp(command[0], command)
     except OSError as error:
         raise SystemExit(f"smddprun: {command[0]}: {error.strerror}") from None
+
+
+def _start_ranks(arguments: Sequence[str]) -> None:
+    """Runs torchrun until all ranks have ended, and deletes its copies of their output."""
+    import tempfile
+
+    from torch.distributed.run import main as torchrun
+
+    # What begins each line. torchrun's own has the rank on this host, which several hosts have.
+    os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}]: ")
+    os.environ["SMDDPRUN"] = "1"  # see `_record_errors` in smddp_registration.py
+    with tempfile.TemporaryDirectory(prefix="smddprun_") as logs:
+        torchrun(["--log-dir", logs, *arguments])
 
 
 def _refuse(text: str) -> NoReturn:

@@ -33,11 +33,33 @@ def register_backend(create: Callable[[Any, Any], Any]) -> None:
     if not dist.is_available() or BACKEND_NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(BACKEND_NAME, create, extended_api=True, devices=["cpu", "cuda"])
+    if "SMDDPRUN" in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        _record_errors()
     replaced = os.environ.get("SMDDP_INSTEAD_OF", "")
     if is_bare_rank() or replaced:
         _change_init_process_group(dist, replaced)
     if replaced:
         _change_groups(dist, replaced)
+
+
+def _record_errors() -> None:
+    """Lets the report of torchrun, which `smddprun` runs, have the error that ends this rank.
+
+    torchrun reads it from a file. Only scripts that decorate a function with torch's `record` write
+    it themselves.
+    """
+    original = sys.excepthook
+
+    def record(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        original(kind, error, trace)
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        try:
+            raise error.with_traceback(trace)  # `record_exception` reads the current exception
+        except BaseException as raised:
+            get_error_handler().record_exception(raised)
+
+    sys.excepthook = record
 
 
 def _change_init_process_group(dist: Any, replaced: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -21,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,10 @@ import torch.distributed as dist
 from smddp import _load, env
 from smddp._command import run
 from smddp._local_ranks import reserved_port, start_ranks
+from smddp._meeting import Meeting, dial_all
 from smddp_launch import complete_from_launcher, complete_rendezvous
 
-__all__ = ["CARDS", "Finding", "examine_host", "is_job", "join_job", "main"]
+__all__ = ["CARDS", "Finding", "examine_host", "is_job", "join_job", "main", "make_group"]
 
 _OK, _WARNING, _FAULT = "ok", "warning", "fault"
 _SIGNS = {_OK: "✓", _WARNING: "!", _FAULT: "✗"}
@@ -44,6 +46,7 @@ _ENOUGH_SHARED = 256 << 20
 _CHECKED_BYTES = 16 << 20
 _WAIT = timedelta(seconds=20)
 _SYS = Path("/sys")
+_SHOWN = 8  # how many pairs of hosts that do not connect are named
 CARDS = {"efa": "efa", "hfi1": "opx", "mlx5": "verbs", "bnxt_re": "verbs", "irdma": "verbs"}
 """Driver of a card that bypasses the kernel -> libfabric's provider for it."""
 
@@ -107,13 +110,18 @@ def _quota() -> float | None:
     return None
 
 
-def _cores() -> Finding:
-    usable = len(os.sched_getaffinity(0))
+def _cores(affinities: Sequence[frozenset[int]]) -> Finding:
+    """Compares cores with the ranks of this host.
+
+    Args:
+        affinities: the cores on which each of them may run.
+    """
+    usable = frozenset().union(*affinities)
     quota = _quota()
-    cores = usable if quota is None else min(usable, quota)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(usable) if quota is None else min(len(usable), quota)
+    ranks = len(affinities)
     threads = int(os.environ.get("OMP_NUM_THREADS", "0") or 0) or torch.get_num_threads()
-    text = f"{cores:g} of {os.cpu_count()} cores for {ranks} rank{'s' if ranks > 1 else ''}"
+    text = f"{cores:g} of {os.cpu_count()} cores for {_plural(ranks, 'rank')}"
     if ranks > cores:
         return Finding(
             "cores",
@@ -121,12 +129,26 @@ def _cores() -> Finding:
             text,
             "start at most one rank per core, or ranks wait for one another",
         )
+    for own in set(affinities):
+        there = sum(other <= own for other in affinities)
+        if there > len(own):
+            return Finding(
+                "cores",
+                _WARNING,
+                f"{text}, but {there} of them are bound to {_plural(len(own), 'core')}",
+                "let the launcher bind ranks to different cores (mpirun --bind-to core, srun "
+                "--cpu-bind=cores), or bind none",
+            )
     if ranks * threads > cores:
         return Finding(
             "cores", _WARNING, f"{text}, each of which computes with {threads} threads",
             f"set OMP_NUM_THREADS={max(1, int(cores / ranks))}",
         )  # fmt: skip
     return Finding("cores", _OK, text)
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count > 1 else ''}"
 
 
 def _numa() -> Finding:
@@ -136,7 +158,7 @@ def _numa() -> Finding:
             "NUMA", _WARNING, f"{nodes} nodes, and ranks may run on all of them",
             "bind each rank to one node: torchrun --numa-binding=node, or numactl",
         )  # fmt: skip
-    return Finding("NUMA", _OK, f"{nodes} node{'s' if nodes > 1 else ''}")
+    return Finding("NUMA", _OK, _plural(nodes, "node"))
 
 
 def _clock() -> Finding:
@@ -197,10 +219,9 @@ def _available_memory() -> int:
 
 
 def _cards() -> Iterator[Finding]:
-    drivers = sorted(
-        {path.resolve().name for path in (_SYS / "class/infiniband").glob("*/device/driver")}
-    )
+    drivers = {path.resolve().name for path in (_SYS / "class/infiniband").glob("*/device/driver")}
     cards = {CARDS[name] for name in drivers if name in CARDS}
+    cards |= {"cxi" for _ in (_SYS / "class/cxi").glob("*")}
     why = _load.load().build_info()["no_libfabric"]
     if cards and why:
         yield Finding(
@@ -234,7 +255,8 @@ def _interface() -> Finding:
             "interface", _WARNING, f"the name of this host, {host}, is unknown here: {error}",
             "let /etc/hosts or DNS know it, or set SMDDP_INTERFACE",
         )  # fmt: skip
-    text = f"{asked or 'the one that reaches rank 0'}; {host} is {', '.join(sorted(found))}"
+    what = asked or "the one that reaches rank 0"
+    text = f"{what}, {_load.load().address_for_peers()}; {host} is {', '.join(sorted(found))}"
     return Finding("interface", _OK, text)
 
 
@@ -251,21 +273,29 @@ def _is_address_here(text: str) -> bool:
 
 
 _CHECKS: list[Callable[[], Any]] = [
-    _settings, _versions, _instructions, _cores, _numa, _clock, _files, _memory, _cards, _interface,
+    _settings, _versions, _instructions, _numa, _clock, _files, _memory, _cards, _interface,
 ]  # fmt: skip
 
 
-def examine_host() -> list[Finding]:
-    """Returns the findings about this host and the environment of this process."""
+def examine_host(affinities: Sequence[frozenset[int]] = ()) -> list[Finding]:
+    """Returns the findings about this host and the environment of this process.
+
+    Args:
+        affinities: the cores on which each rank of this host may run; without them, those of this
+            process count for all.
+    """
+    if not affinities:
+        own = frozenset(os.sched_getaffinity(0))
+        affinities = [own] * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     findings: list[Finding] = []
-    for check in _CHECKS:
+    for check in [functools.partial(_cores, affinities), *_CHECKS]:
         try:
             found = check()
             findings += [found] if isinstance(found, Finding) else found
         except Exception as error:
             # A wrong setting makes several checks fail, and one of them says what to do.
             if all(str(error) not in finding.text for finding in findings):
-                name = check.__name__.strip("_")
+                name = getattr(check, "__name__", "cores").strip("_")
                 findings.append(Finding(name, _FAULT, f"this check failed: {error}"))
     return findings
 
@@ -296,51 +326,118 @@ def is_job() -> bool:
     return several
 
 
-def join_job() -> Finding | None:
-    """Creates the group of all ranks; returns what prevents that."""
+def join_job() -> Meeting | Finding:
+    """Meets all ranks of the job; returns what prevents that."""
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        dist.init_process_group("smddp", timeout=_WAIT)
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        return Meeting(_WAIT)
+    except (RuntimeError, ValueError) as error:
         return Finding(
             "rendezvous", _FAULT, f"not all ranks have met at {address}: {error}",
             "do all hosts run this command? Is that port open for them in the firewall of rank 0?",
         )  # fmt: skip
-    except Exception as error:
-        return Finding(
-            "rendezvous", _FAULT, str(error), "see docs/troubleshooting.md for this text"
-        )
-    return None
 
 
-def _report_of_rank() -> list[tuple[str, list[Finding]]]:
-    """Returns the findings of all hosts on rank 0, an empty list elsewhere; under a launcher."""
-    host = os.environ.get("SMDDP_NODE_ID") or socket.gethostname()
-    mine = examine_host()
-    if problem := join_job():
-        return [(host, [*mine, problem])]
-    try:
-        together = list(_talk())
-    except Exception as error:
-        together = [
-            Finding(
-                "all_reduce", _FAULT, str(error),
-                "ranks connect to one another on any port: open the firewall between the hosts, or "
-                "name the network that connects them in SMDDP_INTERFACE",
-            )
-        ]  # fmt: skip
-        # The group is broken; each host says what it has seen.
-        return [(host, [*mine, *together])]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (host, mine))
-    is_first = dist.get_rank() == 0
-    dist.destroy_process_group()
-    if not is_first:
+def make_group(meeting: Meeting) -> None:
+    """Makes the group of all ranks.
+
+    Raises:
+        RuntimeError: that fails.
+    """
+    dist.init_process_group(
+        "smddp",
+        store=meeting.store,
+        rank=meeting.rank,
+        world_size=meeting.size,
+        timeout=_WAIT,
+    )
+
+
+def _connections(meeting: Meeting, hosts: dict[int, str]) -> list[Finding]:
+    """Lets all hosts connect to one another.
+
+    Args:
+        meeting: of the job.
+        hosts: the first rank of each -> its name.
+    """
+    if len(hosts) == 1:
         return []
-    hosts: dict[str, list[Finding]] = {}
-    for name, findings in everyone:
-        hosts.setdefault(name, findings)
-    return [*hosts.items(), ("between the ranks", together)]
+    try:
+        address = _load.load().address_for_peers()
+    except RuntimeError:  # the findings about this host have it
+        address = "127.0.0.1"
+    failed = dial_all(meeting, list(hosts), address)
+    if not failed:
+        return [Finding("connections", _OK, f"each of {len(hosts)} hosts reaches each other one")]
+    findings = []
+    for dial in failed[:_SHOWN]:
+        text = f"{hosts[dial.source]} does not reach {hosts[dial.target]} at {dial.address}"
+        remedy = (
+            "ranks connect to one another on any port: open the firewall between the hosts, or "
+            if dial.silent
+            else ""
+        )
+        findings.append(
+            Finding(
+                "connections", _FAULT, f"{text}: {dial.error}",
+                f"{remedy}name the network that connects them in SMDDP_INTERFACE",
+            )
+        )  # fmt: skip
+    if rest := failed[_SHOWN:]:
+        findings.append(Finding("connections", _FAULT, f"likewise {len(rest)} other pairs"))
+    return findings
+
+
+def _report_of_rank() -> tuple[list[tuple[str, list[Finding]]], bool]:
+    """Examines the job; under a launcher.
+
+    Returns:
+        The findings of all hosts, which rank 0 has to print; an empty list on other ranks, unless
+        they cannot tell rank 0. And whether there is a fault.
+    """
+    name = os.environ.get("SMDDP_NODE_ID") or socket.gethostname()
+    meeting = join_job()
+    if isinstance(meeting, Finding):
+        return [(name, [*examine_host(), meeting])], True
+    # Hosts may have one name.
+    host = f"{name} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    everyone = meeting.gather("cores", [host, sorted(os.sched_getaffinity(0))])
+    mine = examine_host([frozenset(cores) for where, cores in everyone if where == host])
+    first: dict[str, int] = {}
+    for rank, (where, _) in enumerate(everyone):
+        first.setdefault(where, rank)
+    rows = meeting.gather("findings", [name, list(map(dataclasses.asdict, mine))])
+    hosts = {rank: rows[rank][0] for rank in first.values()}
+    report = [(rows[rank][0], [Finding(**row) for row in rows[rank][1]]) for rank in hosts]
+    together = _connections(meeting, hosts)
+    if not _has_fault([("", together)]):
+        together += _talk_of_all(meeting)
+    if together:
+        report.append(("between the ranks", together))
+    fault = _has_fault(report)
+    return report if meeting.rank == 0 else [], fault
+
+
+def _talk_of_all(meeting: Meeting) -> list[Finding]:
+    """Lets the ranks talk; returns the findings of all on rank 0, of this rank elsewhere."""
+    try:
+        make_group(meeting)
+        findings = list(_talk())
+        dist.destroy_process_group()
+    except Exception as error:
+        findings = [
+            Finding("all_reduce", _FAULT, str(error), "see docs/troubleshooting.md for this text")
+        ]
+    meeting.tell("talk", list(map(dataclasses.asdict, findings)))
+    if meeting.rank > 0:
+        return findings
+    try:
+        everyone = meeting.told("talk")
+    except RuntimeError as error:
+        return [*findings, Finding("all_reduce", _FAULT, f"a rank does not end: {error}")]
+    faults = [Finding(**row) for rows in everyone for row in rows if row["state"] == _FAULT]
+    # Ranks may tell the same.
+    return list(dict.fromkeys(faults)) or findings
 
 
 def _report_alone() -> list[tuple[str, list[Finding]]]:
@@ -349,19 +446,34 @@ def _report_alone() -> list[tuple[str, list[Finding]]]:
     command = [sys.executable, "-m", "smddp.doctor", "--json"]
     found: list[Finding] = []
     with reserved_port() as port:
-        for process in start_ranks([1, 1], command, port, subprocess.PIPE):
-            try:
-                output, errors = process.communicate(timeout=3 * _WAIT.total_seconds())
-                for _, findings in _from_json(output.decode()):
-                    found += [f for f in findings if f.check in ("rendezvous", "all_reduce")]
-            except (subprocess.TimeoutExpired, ValueError):
+        ranks = start_ranks([1, 1], command, port, subprocess.PIPE)
+        try:
+            for process in ranks:
+                found += _found_by(process)
+        finally:
+            for process in ranks:
                 process.kill()
-                _, errors = process.communicate()
-                last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
-                found.append(Finding("all_reduce", _FAULT, f"a test process failed: {last[0]}"))
     # Both ranks may tell the same.
     report.append(("two processes of this host as two hosts", list(dict.fromkeys(found))))
     return report
+
+
+def _found_by(process: subprocess.Popen[bytes]) -> list[Finding]:
+    """Returns what a test process has found about the ranks, once it has ended."""
+    checks = ("rendezvous", "connections", "all_reduce")
+    try:
+        output, errors = process.communicate(timeout=3 * _WAIT.total_seconds())
+        report = _from_json(output.decode())
+        return [finding for _, found in report for finding in found if finding.check in checks]
+    except (subprocess.TimeoutExpired, ValueError):
+        process.kill()
+        _, errors = process.communicate()
+        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+        return [Finding("all_reduce", _FAULT, f"a test process failed: {last[0]}")]
+
+
+def _has_fault(report: list[tuple[str, list[Finding]]]) -> bool:
+    return any(finding.state == _FAULT for _, found in report for finding in found)
 
 
 def _to_json(report: list[tuple[str, list[Finding]]]) -> str:
@@ -382,15 +494,18 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     options = parser.parse_args(arguments)
-    has_ranks = is_job()
-    report = _report_of_rank() if has_ranks else _report_alone()
+    if is_job():
+        report, fault = _report_of_rank()
+    else:
+        report = _report_alone()
+        fault = _has_fault(report)
     if options.json:
-        if report or not has_ranks:
+        if report:
             print(_to_json(report))
     else:
         for where, findings in report:
             print("\n".join([where, *map(str, findings)]), flush=True)
-    return int(any(f.state == _FAULT for _, findings in report for f in findings))
+    return int(fault)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from smddp import _load, topology_drawing
 from smddp._command import run
 from smddp._spans import spans
-from smddp.doctor import CARDS, is_job, join_job
+from smddp.doctor import CARDS, Finding, is_job, join_job, make_group
 from smddp.libfabric_providers import providers
 
 __all__ = ["Card", "Gpu", "Host", "Interface", "NumaNode", "look", "main"]
@@ -369,8 +369,10 @@ def _hosts_of_job() -> tuple[list[Host], str]:
     """
     import smddp
 
-    if problem := join_job():
-        raise RuntimeError(f"{problem.text}; {problem.remedy}")
+    meeting = join_job()
+    if isinstance(meeting, Finding):
+        raise RuntimeError(f"{meeting.text}; {meeting.remedy}")
+    make_group(meeting)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, look())
     rank, description = dist.get_rank(), smddp.describe()

@@ -214,6 +214,7 @@ void bindSettings(py::module& m) {
     }
     return rows;
   });
+  m.def("address_for_peers", &smddp::engine::addressForPeers);
   m.def("build_info", [] {
     const auto able = smddp::engine::capabilities();
     return py::dict(py::arg("version") = SMDDP_VERSION, py::arg("torch") = SMDDP_TORCH_VERSION,

@@ -330,8 +330,9 @@ void Lifeline::failHandshake(Connections::iterator it, const std::string& cause)
 void Lifeline::depart(const ProcessId& process, bool orderly, const std::string& cause) {
   Peer& peer = peers_.at(process);
   if (peer.state == Peer::Departed) return;
+  const bool wasReached = peer.state == Peer::Connected;
   peer.state = Peer::Departed;
-  departures_.push_back({process, orderly, cause});
+  departures_.push_back({process, orderly, wasReached, cause});
   SMDDP_LOG(Debug, "bootstrap", "no lifeline to {} any more: {}", peer.description, cause);
 }
 

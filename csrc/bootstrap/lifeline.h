@@ -50,7 +50,8 @@ class Lifeline {
   // The end of a peer; reported once per peer.
   struct Departure {
     ProcessId process;
-    bool orderly;  // it sent a goodbye
+    bool orderly;     // it sent a goodbye
+    bool wasReached;  // it was connected before
     std::string cause;
   };
 

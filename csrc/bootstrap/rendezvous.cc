@@ -341,6 +341,12 @@ void Rendezvous::readNotes(const char* what) {
   if (what == kClosed) compareWithFirst();
 }
 
+void Rendezvous::tell(const Error& error) noexcept {
+  leaveNote(store_, key(kTrouble, epoch_), seal_, {me_, error});
+}
+
+void Rendezvous::checkNotes() { readNote(key(kTrouble, epoch_)); }
+
 // The store may have failed because the process that serves it, a member, has died. That is known a little later.
 void Rendezvous::raiseDeathOr(const Error& error) {
   const Deadline deadline = Deadline::after(clock_, kDeathIsKnown);

@@ -73,6 +73,11 @@ class Rendezvous {
   // warning, once per process.
   Locality agreeOnNodes(const std::vector<Introduction>& introductions, const Probe& probe);
 
+  // After exchange(): tells the ranks that still call checkNotes() why this one cannot work with another. Throws nothing.
+  void tell(const Error& error) noexcept;
+  // Throws the error of a rank that has left a note. It asks the store.
+  void checkNotes();
+
  private:
   int64_t openEpoch();
   int64_t countEpoch(int64_t amount);

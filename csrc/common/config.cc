@@ -11,7 +11,15 @@ namespace smddp {
 namespace {
 
 // The errors say what is allowed, and give the default as an example: `value` still has it.
-void parse(const char*, const std::string& text, Secret& value, const Allowed&) {
+// The store has texts that are signed with the secret: a short one can be guessed from them.
+constexpr size_t kShortestSecret = 16;
+
+void parse(const char* name, const std::string& text, Secret& value, const Allowed&) {
+  if (!text.empty() && text.size() < kShortestSecret) {
+    raise(ErrorKind::Usage,
+          "{} has {} characters, and needs at least {}: take the output of `openssl rand -hex 16`",
+          name, text.size(), kShortestSecret);
+  }
   value.text = text;
 }
 

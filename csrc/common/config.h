@@ -55,7 +55,7 @@ inline constexpr int64_t kMostWindow = 1 << 8;
     "Secret of the job, the same on all ranks. With it the ranks sign what they write about themselves to "    \
     "the store and to their lifelines, and prove in every message between nodes that they have it. So a "      \
     "process without the token cannot join the job, and no rank reads a message of it. Nothing is encrypted. " \
-    "Use at least 16 random bytes, for example from `openssl rand -hex 16`. See docs/architecture.md.")        \
+    "At least 16 characters, for example from `openssl rand -hex 16`. See docs/security.md.")                  \
   X(std::string, log, "SMDDP_LOG", "warn",                                                                     \
     "How much to print: error, warn, info (one line about the choices made), debug or trace.",                 \
     .words = "error, warn, info, debug or trace")                                                              \
@@ -72,7 +72,7 @@ inline constexpr int64_t kMostWindow = 1 << 8;
     1, 86400, "seconds")                                                                                       \
   X(std::string, insteadOf, "SMDDP_INSTEAD_OF", "",                                                            \
     "Backends whose place smddp takes on the CPU, in scripts that ask for one of them: gloo, mpi, or both "    \
-    "joined by a comma. gloo also stands for no name, which means gloo there. See docs/using.md.")             \
+    "joined by a comma. gloo also stands for no name, which means gloo there. See docs/frameworks.md.")        \
   X(std::string, algorithm, "SMDDP_ALGORITHM", "",                                                             \
     "Overrides the choice of algorithms, as collective=name[,...], for example allreduce=ring. Give all "      \
     "ranks the same value. `python -m smddp.plan list` prints the names.")                                     \

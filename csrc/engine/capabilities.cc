@@ -1,5 +1,7 @@
 #include "engine/capabilities.h"
 
+#include "bootstrap/local_address.h"
+#include "common/config.h"
 #include "reduction/reduce.h"
 #include "transport/fabric/fabric.h"
 
@@ -12,6 +14,10 @@ Capabilities capabilities() {
   result.simd = reduction::toString(reduction::simdLevel());
   result.noFabric = transport::fabric::whyMissing();
   return result;
+}
+
+std::string addressForPeers() {
+  return bootstrap::localAddress(settings(), environment("MASTER_ADDR"));
 }
 
 }  // namespace smddp::engine

@@ -16,4 +16,7 @@ struct Capabilities {
 };
 Capabilities capabilities();
 
+// The address of this machine to which processes of other nodes connect; see bootstrap/local_address.h.
+std::string addressForPeers();
+
 }  // namespace smddp::engine

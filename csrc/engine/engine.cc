@@ -36,23 +36,45 @@ Process::Options withMetrics(Process::Options options) {
 
 // Waits until this process has a lifeline to every remote peer. All ranks of a new group wait here: a rank that went on
 // to compute would not answer the handshake and would look dead. A rank that fails now is reported by the first
-// operation.
-void awaitLifelines(Engine& engine, Nanoseconds timeout) {
+// operation. But if there is no connection between two ranks, both raise here: the one that has tried knows at once, and
+// tells the other, which would wait for it, through the store.
+void awaitLifelines(Engine& engine, bootstrap::Rendezvous& meeting, Rank me,
+                    const std::vector<bootstrap::Introduction>& introductions,
+                    Nanoseconds timeout) {
   Process& process = engine.process();
   const Deadline deadline = Deadline::after(process.clock(), timeout);
+  // Usually all is settled before. The store's process serves all ranks.
+  constexpr Nanoseconds kNotesPeriod = 250'000'000;
+  Deadline nextNotes = Deadline::after(process.clock(), kNotesPeriod);
   // Sleeps until there is something to do. Where there are more ranks than cores, a rank that polls takes time that
   // another one needs for its answer. Another thread may take in the event first, so the sleep is short.
   constexpr int kSleepMilliseconds = 20;
   pollfd events{.fd = -1, .events = POLLIN, .revents = 0};
   while (!deadline.passed(process.clock())) {
     bool settled = false;
+    std::optional<Process::Unreached> unreached;
     engine.call([&] {
       process.checkPeers();
       settled = process.lifelinesSettled();
+      unreached = process.unreachedAmong(introductions);
       events.fd = process.lifelineDescriptor();
     });
+    if (unreached) {
+      const std::string other = Peer::describe(introductions[unreached->rank]);
+      const Error error(ErrorKind::PeerLost,
+                        fmt::format("rank {} has no connection to rank {} ({}): {}; if that "
+                                    "process runs, name the network between "
+                                    "the hosts in SMDDP_INTERFACE",
+                                    me, unreached->rank, other, unreached->cause));
+      meeting.tell(error);
+      throw error;
+    }
     if (settled) return;
     checkInterrupt();
+    if (nextNotes.passed(process.clock())) {
+      meeting.checkNotes();
+      nextNotes = Deadline::after(process.clock(), kNotesPeriod);
+    }
     ::poll(&events, 1, kSleepMilliseconds);
   }
 }
@@ -194,6 +216,7 @@ std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group:
   const auto& names = locality.nodeOfRank;
   const auto remote = static_cast<size_t>(std::count_if(
       names.begin(), names.end(), [&](const auto& name) { return name != names[spec.me]; }));
+  std::optional<bootstrap::Rendezvous> second;
   if (remote > 0) {
     // Endpoints are made only now: on a single node the network is never touched.
     call([&] {
@@ -208,13 +231,18 @@ std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group:
       mine.trouble = trouble->what();
       mine.troubleKind = trouble->kind();
     });
-    bootstrap::Rendezvous second(store, spec.name + ".fabric", spec.me, spec.size, timeout, seal,
-                                 watch);
-    introductions = second.exchange(mine);
+    second.emplace(store, spec.name + ".fabric", spec.me, spec.size, timeout, seal, watch);
+    introductions = second->exchange(mine);
   }
   call([&] { process_->setNodeAgreement(locality.agreement); });
   finishGroup(group, introductions, names);
-  if (remote > 0) awaitLifelines(*this, timeout);
+  if (!second) return group;
+  try {
+    awaitLifelines(*this, *second, spec.me, introductions, timeout);
+  } catch (...) {
+    destroyGroup(group);
+    throw;
+  }
   return group;
 }
 

@@ -6,9 +6,9 @@
 #include <filesystem>
 #include <system_error>
 
-#include "bootstrap/local_address.h"
 #include "common/config.h"
 #include "common/log.h"
+#include "engine/capabilities.h"
 #include "engine/wait_policy.h"
 #include "transport/network/network.h"
 
@@ -156,7 +156,7 @@ void Process::openFabric(size_t remotePeers) {
   if (!options_.fabric) requireDescriptors(remotePeers);
   // Sleeping needs a pipe from now on. Nothing of this is kept when the rest fails: the next group tries again.
   doorbell_->openPipe();
-  const std::string host = bootstrap::localAddress(settings(), environment("MASTER_ADDR"));
+  const std::string host = addressForPeers();
   std::unique_ptr<bootstrap::Lifeline> lifeline;
   if (options_.lifelines) {
     bootstrap::Lifeline::Options options;
@@ -233,7 +233,9 @@ void Process::checkPeers() {
     lifeline_->poll([&](const bootstrap::Lifeline::Departure& departure) {
       ownership_.assertOwned();
       const auto found = peers_.find(departure.process);
-      if (found != peers_.end()) lose(*found->second, !departure.orderly, departure.cause);
+      if (found == peers_.end()) return;
+      found->second->isUnreached |= !departure.wasReached && !found->second->lost;
+      lose(*found->second, !departure.orderly, departure.cause);
     });
   }
   for (auto& [id, peer] : peers_) {
@@ -244,6 +246,17 @@ void Process::checkPeers() {
     if (life == transport::shm::Life::Running) continue;
     lose(*peer, life == transport::shm::Life::Died, transport::shm::describeLife(*peer->mate));
   }
+}
+
+std::optional<Process::Unreached> Process::unreachedAmong(
+    const std::vector<bootstrap::Introduction>& introductions) const {
+  ownership_.assertOwned();
+  for (size_t rank = 0; rank < introductions.size(); ++rank) {
+    const auto found = peers_.find(introductions[rank].processId);
+    if (found == peers_.end() || !found->second->isUnreached) continue;
+    return Unreached{static_cast<Rank>(rank), found->second->lost.value_or("")};
+  }
+  return std::nullopt;
 }
 
 void Process::lose(Peer& peer, bool died, const std::string& cause) {

@@ -47,6 +47,7 @@ struct Peer {
   // Why no further message will come from it, once known.
   std::optional<std::string> lost;
   bool died = false;          // lost without having left in order
+  bool isUnreached = false;   // the reason why it is lost: there never was a connection to it
   bool isHostSilent = false;  // the reason why it is lost
   Nanoseconds lostAt = 0;
   // Why the transport has lost it, and when. The lifeline says what that means, and may do so later.
@@ -153,6 +154,13 @@ class Process {
   void giveUp(Peer& peer, const std::string& cause);
   // What the probes have found; nothing without lifelines.
   std::optional<bootstrap::Silence> silenceOf(const Peer& peer) const;
+  // The first of these processes that was given up because no connection to it could be made, and why.
+  struct Unreached {
+    Rank rank;
+    std::string cause;
+  };
+  std::optional<Unreached> unreachedAmong(
+      const std::vector<bootstrap::Introduction>& introductions) const;
   // Whether every remote peer is connected, or known to be gone. checkPeers() works on that.
   bool lifelinesSettled() const {
     ownership_.assertOwned();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -178,21 +179,67 @@ def test_hosts_that_reach_one_another() -> None:
     ended = programs.run(str(ROOT / "tools/hosts.py"), "--hosts", "2", "--", "-m", "smddp.doctor")
     assert ended.returncode == 0, ended.stderr
     assert "✓ all_reduce: 2 ranks" in ended.stdout
-    assert "host1\n  ✓ settings" in ended.stdout
+    assert "host1\n  ✓ cores" in ended.stdout
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.timeout(320)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
 def test_hosts_that_do_not_reach_one_another() -> None:
-    # Every host has this interface, and reaches only itself there. One of the ranks waits for the
-    # other for half a minute. Starting the programs takes a minute on busy cores.
+    # Every host has this interface, and reaches only itself there.
     command = [str(ROOT / "tools/hosts.py"), "--hosts", "2", "--", "-m", "smddp.doctor"]
-    ended = programs.run(*command, SMDDP_INTERFACE="lo", timeout=300)
+    ended = programs.run(*command, SMDDP_INTERFACE="lo")
     assert ended.returncode != 0
-    assert "✗ all_reduce: " in ended.stdout
+    for here, there in (("host0", "host1"), ("host1", "host0")):
+        assert f"✗ connections: {here} does not reach {there} at 127.0.0.1:" in ended.stdout
     assert "name the network that connects them in SMDDP_INTERFACE" in ended.stdout
+    assert ended.stdout.count("✓ versions") == 2  # rank 0 has printed what both have found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
+def test_a_job_whose_hosts_do_not_reach_one_another(tmp_path: Path) -> None:
+    """Both ranks raise at once: also the one that would wait for the other to connect."""
+    script = tmp_path / "join.py"
+    script.write_text(
+        "import time, torch.distributed as dist\n"
+        "from smddp import doctor\n"
+        "doctor.is_job()\n"
+        "meeting = doctor.join_job()\n"  # the time does not count until both are here
+        "began = time.monotonic()\n"
+        "try:\n    doctor.make_group(meeting)\n"
+        "except dist.DistError as error:\n"
+        "    print(f'{type(error).__name__} after {time.monotonic() - began:.1f} s: {error}')\n"
+    )
+    command = [str(ROOT / "tools/hosts.py"), "--hosts", "2", "--", str(script)]
+    ended = programs.run(*command, SMDDP_INTERFACE="lo")
+    found = re.findall(r"SMDDPPeerLostError after (\S+) s: (.*)", ended.stdout)
+    assert len(found) == 2, ended.stdout + ended.stderr
+    assert all(float(seconds) < 10 for seconds, _ in found), found
+    for _, text in found:
+        assert re.search(r"rank [01] has no connection to rank [01] .*Connection refused", text)
+        assert "SMDDP_INTERFACE" in text
+
+
+@pytest.mark.parametrize(
+    ("affinities", "state", "text"),
+    [
+        ([{0}, {1}, {2}, {3}], "ok", "4 of "),
+        ([{0}, {0}, {1, 2}, {3}], "warning", "but 2 of them are bound to 1 core"),
+        ([{0, 1}, {0, 1}, {0}, {2, 3}], "warning", "but 3 of them are bound to 2 cores"),
+        ([{0}, {0}], "warning", "start at most one rank per core"),
+    ],
+)
+def test_cores_of_all_ranks(
+    affinities: list[set[int]], state: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_quota", lambda: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = doctor.examine_host([frozenset(cores) for cores in affinities])
+    (cores,) = (finding for finding in found if finding.check == "cores")
+    assert cores.state == state, cores
+    assert text in f"{cores.text}; {cores.remedy}"
 
 
 def test_another_torch_is_one_sentence() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 pytestmark = pytest.mark.multiprocess
 layouts = pytest.mark.parametrize("layout", ["3", "2+1"])
+SECRET, GUESS = "0123456789abcdef", "fedcba9876543210"
 
 
 def _join(tokens: list[str]) -> str:
@@ -33,25 +34,33 @@ def _join(tokens: list[str]) -> str:
 
 @layouts
 def test_ranks_with_the_token_meet(layout: str) -> None:
-    assert ranks.check_ranks(_join, layout, ["secret"] * 3) == ["3000"] * 3
+    assert ranks.check_ranks(_join, layout, [SECRET] * 3) == ["3000"] * 3
 
 
 @layouts
-@pytest.mark.parametrize(("token", "seen"), [("guess", "another token"), ("", "no token")])
+@pytest.mark.parametrize(("token", "seen"), [(GUESS, "another token"), ("", "no token")])
 def test_whoever_has_another_is_named(layout: str, token: str, seen: str) -> None:
-    first, second, third = ranks.check_ranks(_join, layout, ["secret", "secret", token])
+    first, second, third = ranks.check_ranks(_join, layout, [SECRET, SECRET, token])
     for text in (first, second):
         assert text.startswith("SMDDPCollectiveMismatchError"), text
         assert f"rank 2 has {seen}" in text
     assert "ranks 0-1 have a" in third
-    assert not any("secret" in text or "guess" in text for text in (first, second, third))
+    assert not any(SECRET in text or GUESS in text for text in (first, second, third))
 
 
 def test_the_token_is_never_printed() -> None:
-    done = programs.run("-m", "smddp.env", SMDDP_JOB_TOKEN="xyzzy")
+    done = programs.run("-m", "smddp.env", SMDDP_JOB_TOKEN=SECRET)
     assert done.returncode == 0, done.stderr
     assert "SMDDP_JOB_TOKEN=(hidden)  (secret, from the environment)" in done.stdout
-    assert "xyzzy" not in done.stdout + done.stderr
+    assert SECRET not in done.stdout + done.stderr
+
+
+def test_a_short_token_is_refused() -> None:
+    done = programs.run("-m", "smddp.env", SMDDP_JOB_TOKEN=SECRET[1:])
+    assert done.returncode != 0
+    said = done.stdout + done.stderr
+    assert "SMDDP_JOB_TOKEN has 15 characters, and needs at least 16" in said
+    assert SECRET[1:] not in said
 
 
 def _listening() -> list[str]:

@@ -6,9 +6,11 @@ test_hostfile.py has its host files, test_distribution.py the distributions of S
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -109,6 +111,14 @@ def test_jobs_on_one_host_have_ports_of_their_own(monkeypatch: pytest.MonkeyPatc
         ports.append(int(os.environ["MASTER_PORT"]))
     assert ports[0] == ports[2] != ports[1]
     assert all(20000 <= port < 28192 for port in ports)
+    # Steps of one job of Slurm.
+    monkeypatch.delenv("PMIX_NAMESPACE")
+    steps = []
+    for step in ("0", "1"):
+        monkeypatch.delenv("MASTER_PORT", raising=False)
+        completed(monkeypatch, SLURM_JOB_ID="7", SLURM_STEP_ID=step)
+        steps.append(os.environ["MASTER_PORT"])
+    assert steps[0] != steps[1]
 
 
 def test_options_of_the_wrapper(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,6 +126,8 @@ def test_options_of_the_wrapper(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["-i", "ml.p4d.24xlarge", "--allow-bypass", "--dry-run"]
     smddp_launch.main([*options, *command])
     assert capsys.readouterr().out == "python -m mpi4py train.py -i 3\n"
+    smddp_launch.main(["--dry-run", "--", "train.py"])
+    assert capsys.readouterr().out == f"{sys.executable} train.py\n"
     assert "name what to run" in refused(capsys, "--allow-bypass")
     assert "has no rank" in refused(capsys, "true")
 
@@ -196,11 +208,43 @@ def test_the_launcher_reports_the_rank_that_failed(tmp_path: Path) -> None:
         # Rank 0 fails, too, and must not end before rank 1. torchrun ends it.
         "try: dist.barrier()\nfinally: time.sleep(60)\n"
     )
-    ended = programs.run("-m", "smddp.launch", "-n", "2", str(script))
+    # New interpreters: smddp looks at the launcher's variables when torch is imported.
+    ended = subprocess.run(
+        [sys.executable, "-m", "smddp.launch", "-n", "2", str(script)],
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
     assert ended.returncode == 1
-    assert "RuntimeError: too hot" in ended.stderr
+    assert re.search(r"^\[rank 1\]: .*RuntimeError: too hot", ended.stderr, re.M)
     report = ended.stderr.rpartition("Root Cause")[2]
     assert "rank      : 1" in report, ended.stderr
+    assert "RuntimeError: too hot" in report, ended.stderr
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_signal_reaches_all_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "me = pathlib.Path(sys.argv[1]) / os.environ['RANK']\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (me.write_text('told'), sys.exit(0)))\n"
+        "me.touch()\ntime.sleep(100)\n"
+    )
+    command = [sys.executable, "-m", "smddp.launch", "-n", "2", str(script), str(tmp_path)]
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(temporary)})
+    try:
+        ranks = [tmp_path / "0", tmp_path / "1"]
+        end = time.monotonic() + 60
+        while not all(rank.exists() for rank in ranks) and time.monotonic() < end:
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(timeout=60) != 0
+        assert [rank.read_text() for rank in ranks] == ["told", "told"]
+        assert not list(temporary.glob("*")), "copies of the output are left"
+    finally:
+        process.kill()
 
 
 _SCRIPT = """

@@ -450,6 +450,30 @@ TEST(Rendezvous, ARankThatCannotBeginTellsThoseWhoComeLater) {
   }
 }
 
+TEST(Rendezvous, WhatARankFindsAfterwardsReachesThoseWhoAsk) {
+  LocalStore store;
+  const std::string text = "rank 1 has no connection to rank 0";
+  std::latch asked(1), told(1);
+  const auto errors = runRanks(firstRanks(2), [&](Rank me) {
+    Rendezvous rendezvous(store, "g", me, 2, kPlenty);
+    rendezvous.exchange(introduce(me, "first"));
+    if (me == 1) {
+      asked.wait();
+      rendezvous.tell(Error(ErrorKind::PeerLost, text));
+      told.count_down();
+    } else {
+      rendezvous.checkNotes();  // nobody has said anything yet
+      asked.count_down();
+      told.wait();
+      rendezvous.checkNotes();
+    }
+  });
+  EXPECT_EQ(errors[0], text);
+  EXPECT_EQ(errors[1], "");
+  // The next meeting knows nothing of it.
+  EXPECT_THAT(runRanks(firstRanks(2), [&](Rank me) { meet(store, me, 2, "again"); }), Each(""));
+}
+
 TEST(Rendezvous, ARankOutOfRangeIsHeardOfByAll) {
   LocalStore store;
   const auto errors = runRanks({0, 2}, [&](Rank me) { meet(store, me, 2, "life"); });
