@@ -387,6 +387,9 @@ class _State:
             gather: if the state is divided over replicas, give the first one a list of all parts.
         """
         own = dict(self.state_dict())
+        if "state" not in own:
+            # An optimizer of the script, which keeps its state as it likes: it loads on this rank.
+            return {**own, MARKER: True}
         mine = self._local_indices()
         own["state"] = {i: entry for i, entry in own["state"].items() if i in mine}
         if self.stand_ins is not None and self.stand_ins.half:
@@ -427,7 +430,7 @@ class _State:
         """Loads a full or partial state; see `_patches.load_state_dict`."""
         model = state.current_model()
         entries = dict(given)
-        if given.get(MARKER):
+        if given.get(MARKER) and "state" in given:
             call = "optimizer.load_state_dict with a partial state dict"
             if SHARD in given:
                 given = _merged_over(state.groups.of("rdp"), given, call)
@@ -505,6 +508,9 @@ class _State:
         return {numbers[id(p)]: (p, how) for p, how in found if how is not None}
 
     def _load_some(self, entries: Mapping[str, Any], mine: set[int]) -> None:
+        if "state" not in entries:
+            self._load(self._optimizer(), entries)
+            return
         if self.shards is not None:
             numbers = self.indices()
             originals = (p for p in self._originals() if not self._steps(p))
@@ -600,8 +606,14 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns one state dict made of those of the ranks of a pipeline, or of replicas.
 
     Raises:
-        ValueError: a shard of a parameter's state is missing.
+        ValueError: a shard of a parameter's state is missing; or the states have none by parameter,
+            so they load only on the ranks that have saved them.
     """
+    if any("state" not in part for part in parts):
+        raise ValueError(
+            'the optimizer\'s state_dict() has no "state", so its parts cannot be joined: load it '
+            "with as many partitions and ranks as have saved it"
+        )
     forms = [part.get(SHARDS, {}) for part in parts]
     whole = {name: value for name, value in parts[0].items() if name not in (SHARD, SHARDS)}
     whole["state"] = _union([part["state"] for part in parts], forms)

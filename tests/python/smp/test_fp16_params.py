@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from smp.zoo import device
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.optimizer.distributed_optimizer import merged
 
 pytestmark = pytest.mark.multiprocess
 
@@ -99,6 +101,20 @@ class HalfOptimizer:
 
     def load_state_dict(self, state: Any) -> None:
         self.inner.load_state_dict(state)
+
+
+class ApexOptimizer(HalfOptimizer):
+    """Its state dict has no "state", as that of NVIDIA Apex's FP16_Optimizer."""
+
+    def state_dict(self) -> Any:
+        masters = [master.detach() for _, master in self.pairs]
+        return {"optimizer_state_dict": self.inner.state_dict(), "masters": masters}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict(state["optimizer_state_dict"])
+        with torch.no_grad():
+            for (_, master), saved in zip(self.pairs, state["masters"], strict=True):
+                master.copy_(saved)
 
 
 Found = tuple[dict[str, Tensor], list[float], list[float], dict[int, Any]]
@@ -189,6 +205,40 @@ def test_a_half_precision_optimizer_of_the_script(
         assert found[2] == pytest.approx(norms, rel=1e-2)
         torch.testing.assert_close(found[0], expected, rtol=1e-2, atol=2e-3)
         torch.testing.assert_close(found[3], momenta, rtol=5e-2, atol=5e-3)
+
+
+def of_its_own() -> None:
+    smp.init({"ddp": True, "partitions": 2})
+    torch.manual_seed(3)
+    net: Any = HalfModule(ordinary().half())
+    inner = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    optimizer = smp.DistributedOptimizer(ApexOptimizer(net, inner))
+    optimizer.model = model = smp.DistributedModel(net)
+    model.register_post_step_hook(
+        lambda m, o: o.pairs or o.init_master_params(m.local_parameters())
+    )
+
+    def step(number: int) -> list[Tensor]:
+        optimizer.zero_grad()
+        train(model, optimizer, batch_of(number, 0).to(device()))
+        optimizer.update_master_grads()
+        optimizer.step()
+        return [parameter.detach().clone() for parameter, _ in optimizer.pairs]
+
+    step(0)
+    kept = copy.deepcopy(optimizer.local_state_dict())
+    expected = step(1)
+    optimizer.load_state_dict(kept)
+    for parameter, master in optimizer.pairs:
+        with torch.no_grad():
+            parameter.copy_(master)
+    assert all(map(torch.equal, step(1), expected))
+
+
+def test_a_state_dict_of_the_script_s_own_form_loads_where_it_was_saved() -> None:
+    check_ranks(of_its_own, "2")
+    with pytest.raises(ValueError, match='has no "state"'):
+        merged([{"optimizer_state_dict": {}}])
 
 
 class Normed(smp.nn.DistributedLinear):
