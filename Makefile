@@ -52,7 +52,7 @@ prepare:  ## install, and build most of what `make test` runs
 test-all: export ALL_SEEDS := 1
 test-all: export FUZZ_SECONDS := 120
 test-all:  ## everything, for hours: every case and seed, torch's own tests, fuzzers for minutes, all releases of torch
-	@tools/stages.sh build test-cpp test-python-all test-libfabric test-torch test-tensorflow \
+	@tools/stages.sh build test-cpp test-python-all test-libfabric test-torch test-tensorflow test-frameworks \
 	  sanitize-address,undefined fuzz fuzz-check sanitize-thread
 	for release in $(OTHER_TENSORFLOWS); do TENSORFLOW=$$release tools/stages.sh test-tensorflow || exit 1; done
 	for release in $(OTHER_TORCHES); do TORCH=$$release tools/stages.sh test-python || exit 1; done
