@@ -8,7 +8,6 @@ loop in one process, which makes the same sums in the order in which smp makes t
 from __future__ import annotations
 
 import collections
-import copy
 import gc
 import itertools
 from collections.abc import Sequence
@@ -117,8 +116,7 @@ def whole(row: Row) -> tuple[list[float], dict[str, Tensor]]:
     entry, dtype = ZOO[name], DTYPES[kind]
     _, replicas, degree, _ = LAYOUTS[layout]
     scale = SCALE if kind == "fp16" else 1.0
-    models = [convert(make(name).to(device()), dtype)]
-    models += [copy.deepcopy(models[0]) for _ in range(replicas - 1)]
+    models = [convert(make(name).to(device()), dtype) for _ in range(replicas)]
     parameters = list(models[0].parameters())
     masters = [nn.Parameter(p.detach().float().clone(), p.requires_grad) for p in parameters]
     optimizer = torch.optim.SGD(masters, lr=0.1, momentum=0.9)
@@ -220,7 +218,16 @@ def trained(rows: list[Row]) -> list[Any]:
 
 
 def check(rows: list[Row]) -> None:
-    """Compares rows, every bit.
+    """Trains the models of rows, and compares them."""
+    for count in (2, 4):
+        mine = [row for row in rows if LAYOUTS[row[1]][0] == count]
+        by_rank = check_ranks(trained, str(count), mine, timeout=60 + 10 * len(mine))
+        for place, row in enumerate(mine):
+            compare(row, [found[place] for found in by_rank], whole(row))
+
+
+def compare(row: Row, by_rank: list[Any], expected: tuple[list[float], dict[str, Tensor]]) -> None:
+    """Compares what `trained` has returned for a row with what `whole` has, every bit.
 
     Float sums depend on their order and on where they are rounded. Both follow from the rules: two
     numbers have one sum; more are added in the order of ranks, in fp32 if they are in half
@@ -231,35 +238,29 @@ def check(rows: list[Row]) -> None:
     half precision by two units in the last place: one of the gradient's, and one of the weight to
     which the master is rounded.
     """
-    for count in (2, 4):
-        mine = [row for row in rows if LAYOUTS[row[1]][0] == count]
-        by_rank = check_ranks(trained, str(count), mine, timeout=60 + 10 * len(mine))
-        for place, row in enumerate(mine):
-            losses, state = whole(row)
-            assert any(found[place][2] for found in by_rank), f"nothing is sharded: {row}"
-            moved = any(found[place][3] for found in by_rank)
-            assert moved == (row[3] == "checkpoints and offload"), f"moved: {moved}, {row}"
-            partitions, dtype = LAYOUTS[row[1]][3], DTYPES[row[2]]
-            exact = ZOO[row[0]].exact and (dtype == torch.float32 or row[0] not in STRIDED)
-            exact = exact or partitions == 1
-            relative = 1e-6 if row[2] == "fp32" else 2 * torch.finfo(dtype).eps
-            tolerance = 0.0 if exact else relative
-            for rank, found in enumerate(by_rank):
-                ours, values, *_ = found[place]
-                where, first = f"{row}, rank {rank}", rank < partitions
-                if first:
-                    assert ours == pytest.approx(losses, rel=tolerance, abs=0.0), where
-                assert values.keys() == state.keys(), where
-                for key, value in state.items():
-                    if not first and "running" in key:
-                        continue  # each replica has its own until the next step begins
-                    torch.testing.assert_close(
-                        values[key],
-                        value,
-                        rtol=tolerance,
-                        atol=tolerance,
-                        msg=lambda text, key=key, where=where: f"{where}, {key}: {text}",
-                    )
+    losses, state = expected
+    assert any(found[2] for found in by_rank), f"nothing is sharded: {row}"
+    moved = any(found[3] for found in by_rank)
+    assert moved == (row[3] == "checkpoints and offload"), f"moved: {moved}, {row}"
+    partitions, dtype = LAYOUTS[row[1]][3], DTYPES[row[2]]
+    exact = ZOO[row[0]].exact and (dtype == torch.float32 or row[0] not in STRIDED)
+    relative = 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    tolerance = 0.0 if exact or partitions == 1 else relative
+    for rank, (ours, values, *_) in enumerate(by_rank):
+        where, first = f"{row}, rank {rank}", rank < partitions
+        if first:
+            assert ours == pytest.approx(losses, rel=tolerance, abs=0.0), where
+        assert values.keys() == state.keys(), where
+        for key, value in state.items():
+            if not first and "running" in key:
+                continue  # each replica has its own until the next step begins
+            torch.testing.assert_close(
+                values[key],
+                value,
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda text, key=key, where=where: f"{where}, {key}: {text}",
+            )
 
 
 PARTS = 10  # of the exhaustive test
