@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from ranks import check_ranks, rotating
 from smp import test_activations, test_delayed, test_sharding_array, test_transparency, zoo
 from smp.test_sharding_array import Row
+from torch import Tensor, nn
 
+import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.activations import offload
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.random_state import RandomState
@@ -203,3 +206,71 @@ def any_accelerator() -> None:
 
 def test_any_accelerator_of_torch_will_do() -> None:
     check_ranks(any_accelerator, "1")
+
+
+class Draws(nn.Module):
+    """Draws a random number of the CPU and one of the device; adds what they are to its result."""
+
+    def __init__(self, generator: torch.Generator, seen: list[Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.generator, self.seen = generator, seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(threading.get_ident())
+        drawn = torch.rand(()) + 2 * torch.rand((), generator=self.generator)
+        y = self.linear(x) + drawn.to(x.device)
+        y.register_hook(lambda _: self.seen.append(threading.get_ident()))
+        return y
+
+
+@smp.step
+def drawing_step(model: Any, x: Tensor, generator: torch.Generator) -> Any:
+    before = torch.rand(()) + 2 * torch.rand((), generator=generator)
+    y = model(x)
+    # While this microbatch waited for the other rank, others have drawn numbers.
+    after = torch.rand(()) + 2 * torch.rand((), generator=generator)
+    model.backward(y.square().mean())
+    return torch.stack([before, after, *y.detach().cpu().flatten()])
+
+
+def drawing(partitions: int) -> Tensor:
+    """Checks that each thread of tasks chooses the device; returns what the microbatches drew."""
+    there = begin()
+    chosen: dict[int, torch.device] = {}
+    use = torch.accelerator.set_device_index
+    torch.accelerator.set_device_index = lambda index: (
+        use(index),
+        chosen.update({threading.get_ident(): index}),
+    )
+    generator = give_generator(there)
+    smp.init(
+        {"partitions": partitions, "microbatches": 4, "ddp": True}
+        | {"auto_partition": False, "default_partition": 0}
+    )
+    torch.manual_seed(0)
+    seen: list[int] = []
+    parts = []
+    for number in range(3):  # the body's rank owns the first and the last one
+        with smp.partition(number % partitions):
+            parts.append(Draws(generator, seen))
+    for part in parts:
+        part.linear.to(there.device)
+    model = smp.DistributedModel(nn.Sequential(*parts))
+    for _ in range(2):  # only in the second step microbatches overlap
+        torch.manual_seed(5)
+        earlier = len(seen)
+        drawn = drawing_step(model, torch.ones(8, 4, device=there.device), generator).stack()
+    assert len(seen) > earlier
+    for thread in seen[earlier:]:
+        assert chosen[thread] == there.device
+        assert thread != threading.main_thread().ident
+    there.finish()
+    return drawn
+
+
+def test_each_task_has_the_device_and_random_numbers_of_its_own() -> None:
+    (expected,) = check_ranks(drawing, "1", 1)
+    assert len(set(expected[:, :2].flatten().tolist())) == 8, "microbatches drew the same"
+    for drawn in check_ranks(drawing, "2", 2):
+        torch.testing.assert_close(drawn, expected, rtol=0, atol=0)
