@@ -105,8 +105,9 @@ def test_divided_models_learn_the_same_on_a_device(
         losses, state = test_transparency.whole(name, replicas)
         for found_losses, found_state, owners in (result[name] for result in ranks[:pp]):
             assert len(owners) == pp, name
-            torch.testing.assert_close(found_state, state, rtol=1e-5, atol=1e-6)
-            assert found_losses == pytest.approx(losses, abs=1e-6), name
+            # Attention and LSTMs have other kernels there than on the CPU.
+            torch.testing.assert_close(found_state, state, rtol=1e-4, atol=1e-5)
+            assert found_losses == pytest.approx(losses, abs=1e-5), name
 
 
 # Each layout with each precision, and with everything that happens to activations.
