@@ -35,6 +35,7 @@ _SLOW_MODULES = {
     *("test_activation_memory", "test_activations", "test_arguments", "test_autograd"),
     *("test_bench", "test_bench_exchange", "test_bench_launch", "test_benchmarks"),
     *("test_bystanders", "test_changed_in_place", "test_changed_structure", "test_checkpoint"),
+    *("test_checkpoint_layouts", "test_random_delays"),
     *("test_collectives", "test_ddp", "test_delayed", "test_device", "test_device_direct"),
     *("test_device_lost", "test_device_nccl", "test_device_rails", "test_device_shared"),
     *("test_device_sums", "test_doctor", "test_env", "test_errors", "test_examples", "test_groups"),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smddp.modelparallel.common.device import replace
 from smddp.modelparallel.common.structure import tensors_in
 from smddp.modelparallel.delayed.recorder import Delayed, Recorder, attributes_of_code
 
@@ -47,25 +48,13 @@ def become_empty(tensor: torch.Tensor) -> None:
 
 
 def _replace(tensor: torch.Tensor, real: Any) -> None:
-    """Makes a tensor object another tensor; it keeps its attributes and hooks."""
-    # Not torch.utils.swap_tensors: recurrent layers have weak references to their parameters.
-    requires_grad, grad_dtype = tensor.requires_grad, None
-    if tensor.is_leaf and requires_grad:
-        grad_dtype = tensor.grad_dtype
+    """Makes a delayed tensor an ordinary one; it keeps the attributes of code, and hooks."""
     own = attributes_of_code(tensor)
-    hooks, later = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    tensor._backward_hooks = tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    if isinstance(tensor, nn.Parameter):
-        real = nn.Parameter(real, requires_grad)
-    else:
-        real = real.detach().requires_grad_(requires_grad)
-    tensor.__class__ = type(real)
+    kind = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
+    replace(tensor, real)
+    tensor.__class__ = kind
     tensor.__dict__.clear()
     tensor.__dict__.update(own)
-    torch._C._swap_tensor_impl(tensor, real)
-    if grad_dtype is not None and grad_dtype != tensor.dtype:
-        tensor.grad_dtype = grad_dtype
-    tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks, later
 
 
 def with_values(value: Any) -> Any:

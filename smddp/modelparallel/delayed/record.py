@@ -204,11 +204,13 @@ class Call:
 
 def generator_of(device: torch.device) -> torch.Generator:
     """Returns the generator from which operations on a device draw by default."""
-    if device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
+    module: Any = getattr(torch, device.type, None)  # None for "meta"
+    if not hasattr(module, "default_generators"):
+        return torch.default_generator
+    module.init()  # before, there are none
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    generator: torch.Generator = module.default_generators[index]
+    return generator
 
 
 @contextmanager

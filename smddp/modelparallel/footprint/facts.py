@@ -200,7 +200,9 @@ def _copies(optimizer: Any) -> float:
     groups = optimizer.param_groups
     if not any("foreach" in group for group in groups):
         return 0.0
-    on_device = any(p.is_cuda for group in groups for p in group["params"])
+    on_device = any(
+        p.device.type not in ("cpu", "meta") for group in groups for p in group["params"]
+    )
     many = [
         group.get("foreach") or (group.get("foreach") is None and on_device)
         for group in groups

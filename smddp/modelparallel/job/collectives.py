@@ -107,8 +107,8 @@ class Collectives:
 
     def settle(self) -> None:
         """Waits for the calls that this rank has made: on a GPU they go on when `make` returns."""
-        if any(call.device == "cuda" for call in self._calls[-1:]):
-            torch.cuda.current_stream().synchronize()
+        if any(call.device != "cpu" for call in self._calls[-1:]):
+            torch.accelerator.current_stream().synchronize()
 
     def complete(self, others: Iterable[Sequence[Sequence[Any]]]) -> list[Any]:
         """Begins the calls that other ranks have begun in this step, and this one has not.

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from smddp import _C
@@ -144,9 +143,9 @@ class Groups:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Returns the timeout of a group. Without it, new groups would get torch's default."""
-    for device in ("cpu", "cuda"):
+    for kind in group._device_types:
         try:
-            timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
+            timeout: timedelta = group._get_backend(kind).options._timeout
         except (AttributeError, RuntimeError):
             continue
         return timeout

@@ -139,8 +139,9 @@ def _bring_up(cfg: Configuration, rank: int, size: int) -> None:
     elif backend == "smddp":
         import smddp  # noqa: F401  registers the backend
     dist.init_process_group(backend, rank=rank, world_size=size)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if torch.accelerator.is_available():
+        local_rank = int(environ.get("LOCAL_RANK", "0"))
+        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
 
 
 def shutdown() -> None:

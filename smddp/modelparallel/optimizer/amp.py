@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from smddp.modelparallel.common.device import kind
 from smddp.modelparallel.optimizer.clipping import largest
 
 __all__ = ["GradScaler"]
@@ -17,7 +18,7 @@ class GradScaler(torch.amp.GradScaler):
     Scripts call `scale` inside the step, on one rank, and `step` and `update` on all ranks.
 
     Args:
-        device: "cuda" or "cpu"; if None, "cuda" where there is one.
+        device: its type; if None, that of the accelerator, such as "cuda", and "cpu" without one.
         args: as for torch's GradScaler.
         kwargs: as for torch's GradScaler.
     """
@@ -26,8 +27,7 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(device, str | None):
             # As in torch.cuda.amp: the first argument is the initial scale.
             args, device = (device, *args), None
-        kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        super().__init__(kind, *args, **kwargs)
+        super().__init__(device or kind(), *args, **kwargs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the gradients by the scale; all ranks learn whether any of them is infinite."""

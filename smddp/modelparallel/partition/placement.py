@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smddp.modelparallel.common.device import put
 from smddp.modelparallel.delayed.life import (
     become_empty,
     come_to_life,
@@ -241,7 +242,7 @@ class Placement:
                 self._local.add(id(parameter))
                 if stays is None or not stays(parameter):
                     come_to_life(parameter)
-                    parameter.data = parameter.data.to(device)
+                    put(parameter, parameter.data.to(device))
             else:
                 self._homes[id(parameter)] = home
                 become_empty(parameter)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from smddp.modelparallel.common import device
 from smddp.modelparallel.common.structure import Structure, builder, unpicklable
 from smddp_smp.errors import SMPUsageError
 
@@ -167,12 +168,12 @@ class Ambient(NamedTuple):
             stack.enter_context(torch.set_grad_enabled(self.grad))
             on = dict(self.autocast)
             # The cache is one setting for all devices, so at least one context sets it.
-            for device in {**on, **dict.fromkeys(_devices())}:
+            for kind in {**on, **dict.fromkeys(_kinds())}:
                 stack.enter_context(
                     torch.autocast(
-                        device,
-                        on.get(device),
-                        enabled=device in on,
+                        kind,
+                        on.get(kind),
+                        enabled=kind in on,
                         cache_enabled=self.autocast_cache,
                     )
                 )
@@ -180,16 +181,17 @@ class Ambient(NamedTuple):
 
 
 @functools.cache
-def _devices() -> tuple[str, ...]:
-    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+def _kinds() -> tuple[str, ...]:
+    kinds = dict.fromkeys(("cpu", device.kind()))
+    return tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))
 
 
 def ambient() -> Ambient:
     """Returns the ambient state of the calling thread."""
     autocast = ()
-    for device in _devices():
-        if torch.is_autocast_enabled(device):
-            autocast += ((device, torch.get_autocast_dtype(device)),)  # type: ignore[assignment]
+    for kind in _kinds():
+        if torch.is_autocast_enabled(kind):
+            autocast += ((kind, torch.get_autocast_dtype(kind)),)  # type: ignore[assignment]
     return Ambient(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),

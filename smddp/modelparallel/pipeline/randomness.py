@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from smddp import _C
-from smddp.modelparallel.common.random_state import RandomState, uses_cuda
+from smddp.modelparallel.common.random_state import RandomState, module_that_draws
 
 __all__ = ["draw_seed", "may_draw", "mix", "seed_all", "seeded"]
 
@@ -60,10 +60,11 @@ def draw_seed() -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Seeds the default generators of the CPU and the current GPU."""
+    """Seeds the default generators of the CPU and of the current device of the accelerator."""
     torch.default_generator.manual_seed(seed)
-    if uses_cuda():
-        torch.cuda.manual_seed(seed)
+    module = module_that_draws()
+    if module is not None:
+        module.manual_seed(seed)
 
 
 @contextlib.contextmanager

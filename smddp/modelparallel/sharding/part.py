@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smddp.modelparallel.common.device import put
+
 __all__ = ["announce", "part_of_whole", "set_part"]
 
 
@@ -42,7 +44,7 @@ def set_part(parameter: nn.Parameter, part: torch.Tensor) -> None:
     if tensor is None:
         tensor = parameter.ds_tensor = part.detach()  # type: ignore[attr-defined]
     else:
-        tensor.data = part.detach()
+        put(tensor, part.detach())
     tensor.ds_numel = part.numel()
 
 

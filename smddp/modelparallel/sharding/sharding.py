@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smddp.modelparallel.common.device import put
 from smddp.modelparallel.common.engine import forget_failed_passes_at_exit
 from smddp.modelparallel.data_parallel.reducer import Ranks
 from smddp.modelparallel.delayed.life import come_to_life, recorders_of
@@ -154,7 +155,7 @@ class Sharding:
                 name = names[id(parameter)]
                 # It loses this memory at once, also if other parameters shared it.
                 come_to_life(parameter, shares=False)
-                parameter.data = parameter.data.to(device).contiguous()
+                put(parameter, parameter.data.to(device).contiguous())
                 holders = self._holders(parameter).group
                 dist.broadcast(parameter.detach(), group=holders, group_src=0)
                 entry = ShardedParameter(

@@ -11,7 +11,9 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/resize_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -346,7 +348,81 @@ at::Tensor emptyStrided(c10::IntArrayRef size, c10::IntArrayRef stride,
 }
 
 at::Tensor copyFromAndResize(const at::Tensor& from, const at::Tensor& to) {
-  return copyFrom(from, to, false);
+  return copyFrom(from, to.resize_(from.sizes()), false);
+}
+
+using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+std::optional<at::Tensor> onCpu(const std::optional<at::Tensor>& tensor) {
+  return tensor && tensor->defined() ? tensor->cpu() : std::optional<at::Tensor>();
+}
+
+// torch has no fallback for convolutions.
+at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
+                       const std::optional<at::Tensor>& bias, at::IntArrayRef stride,
+                       at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+                       at::IntArrayRef outputPadding, int64_t groups) {
+  return at::convolution(input.cpu(), weight.cpu(), onCpu(bias), stride, padding, dilation,
+                         transposed, outputPadding, groups)
+      .to(kDevice);
+}
+
+Three convolutionBackward(const at::Tensor& gradient, const at::Tensor& input,
+                          const at::Tensor& weight, at::IntArrayRef stride, at::IntArrayRef padding,
+                          at::IntArrayRef dilation, bool transposed, at::IntArrayRef outputPadding,
+                          int64_t groups, std::array<bool, 3> mask) {
+  const int64_t ofBias[] = {gradient.size(1)};
+  const auto [one, two, three] =
+      at::convolution_backward(gradient.cpu(), input.cpu(), weight.cpu(), at::IntArrayRef(ofBias),
+                               stride, padding, dilation, transposed, outputPadding, groups, mask);
+  const auto there = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.to(kDevice) : tensor;
+  };
+  return {there(one), there(two), there(three)};
+}
+
+// The fallback would lose the statistics, which the schema does not call outputs.
+Three batchNorm(const at::Tensor& input, const std::optional<at::Tensor>& weight,
+                const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& mean,
+                const std::optional<at::Tensor>& variance, bool training, double momentum,
+                double eps) {
+  const auto ours = onCpu(mean), spread = onCpu(variance);
+  const auto [one, two, three] = at::native_batch_norm(input.cpu(), onCpu(weight), onCpu(bias),
+                                                       ours, spread, training, momentum, eps);
+  if (training && ours) mean->copy_(*ours);
+  if (training && spread) variance->copy_(*spread);
+  return {one.to(kDevice), two.to(kDevice), three.to(kDevice)};
+}
+
+// On such a device torch computes the cell of an LSTM by these functions only.
+Three lstmCell(const at::Tensor& input, const at::Tensor& hidden, const at::Tensor& cell,
+               const std::optional<at::Tensor>& one, const std::optional<at::Tensor>& other) {
+  at::Tensor sum = input + hidden;
+  for (const auto& bias : {one, other}) {
+    if (bias && bias->defined()) sum = sum + *bias;
+  }
+  const auto gates = sum.chunk(4, 1);
+  const at::Tensor i = gates[0].sigmoid(), f = gates[1].sigmoid();
+  const at::Tensor g = gates[2].tanh(), o = gates[3].sigmoid();
+  const at::Tensor next = f * cell + i * g;
+  return {o * next.tanh(), next, at::cat({i, f, g, o}, 1)};
+}
+
+Three lstmCellBackward(const std::optional<at::Tensor>& ofHidden,
+                       const std::optional<at::Tensor>& ofNext, const at::Tensor& cell,
+                       const at::Tensor& next, const at::Tensor& gates, bool hasBias) {
+  const auto parts = gates.chunk(4, 1);
+  const at::Tensor &i = parts[0], &f = parts[1], &g = parts[2], &o = parts[3];
+  at::Tensor sum = ofNext && ofNext->defined() ? *ofNext : at::zeros_like(next);
+  at::Tensor ofOutput = at::zeros_like(o);
+  if (ofHidden && ofHidden->defined()) {
+    const at::Tensor tanh = next.tanh();
+    sum = sum + *ofHidden * o * (1 - tanh * tanh);
+    ofOutput = *ofHidden * tanh * o * (1 - o);
+  }
+  const at::Tensor all = at::cat(
+      {sum * g * i * (1 - i), sum * cell * f * (1 - f), sum * i * (1 - g * g), ofOutput}, 1);
+  return {all, sum * f, hasBias ? all.sum(0) : at::Tensor()};
 }
 
 void onTheCpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -358,9 +434,16 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", emptyStrided);
   m.impl("_copy_from", copyFrom);
   m.impl("_copy_from_and_resize", copyFromAndResize);
+  m.impl("native_batch_norm", batchNorm);
+  m.impl("_thnn_fused_lstm_cell", lstmCell);
+  m.impl("_thnn_fused_lstm_cell_backward_impl", lstmCellBackward);
+  m.impl("resize_", at::native::resize_);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolutionBackward);
   m.impl("view", at::native::view);
   m.impl("view_as_real", at::native::view_as_real);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("_reshape_alias", at::native::_reshape_alias);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&onTheCpu>());

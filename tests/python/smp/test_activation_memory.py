@@ -16,6 +16,7 @@ from ranks import check_ranks, listen
 from smp.zoo import Fault
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.activations.offload import Offloader
@@ -391,17 +392,48 @@ def test_a_step_gives_the_room_of_the_last_one_back() -> None:
     assert os.fstat(offloader._file._file.fileno()).st_size == offloader._file._end == 0
 
 
+class Copies(TorchFunctionMode):
+    """Notes each copy between the host and a device: its two sides, its stream, and if it waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seen: list[tuple[Tensor, Tensor, int, bool]] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is Tensor.copy_ and args[0].device != args[1].device:
+            stream = torch.accelerator.current_stream(self.device).stream_id
+            self.seen.append((*args, stream, not kwargs.get("non_blocking")))
+        return function(*args, **kwargs)
+
+
 def on_a_device(name: str) -> None:
     there = device_cases.Fake() if name == "fake" else device_cases.Cuda()
     offloader = Offloader(latest(2), list)
     there.slow_down()
     values = [torch.randn(64, 64) for _ in range(6)]
-    fetches = [offloader.keep(None, [value.to(there.device)]) for value in values]
-    for fetch, value in reversed(list(zip(fetches, values, strict=True))):
-        (found,) = fetch()
-        assert found.device == there.device
-        assert torch.equal(found.cpu(), value)
-    del fetches, fetch, found
+    copies = Copies(there.device)
+    with copies:
+        fetches = [offloader.keep(None, [value.to(there.device)]) for value in values]
+        for fetch, value in reversed(list(zip(fetches, values, strict=True))):
+            (found,) = fetch()
+            assert found.device == there.device
+            assert torch.equal(found.cpu(), value)
+    # The last two are always near. The others leave once, and come back once; but the memory of the
+    # one that has left last is not freed before another one leaves.
+    outward = [target.device.type == "cpu" for target, *_ in copies.seen]
+    assert outward == [True] * 4 + [False] * 3
+    own = offloader._hosts[there.device].stream.stream_id
+    assert own != torch.accelerator.current_stream(there.device).stream_id
+    for target, source, stream, waits in copies.seen:
+        host = target if target.device.type == "cpu" else source
+        assert host.is_pinned()
+        assert stream == own
+        assert not waits
+    copies.seen.clear()
+    del fetches, fetch, found, target, source, host
     gc.collect()
     there.finish()
 

@@ -322,7 +322,7 @@ def run(job: ShardedJob, cases: range) -> dict[str, int]:
         pytest.param(2, 2, range(8, 500), marks=pytest.mark.exhaustive),
         pytest.param(3, 2, range(4, 300), marks=pytest.mark.exhaustive),
         pytest.param(2, 3, range(4, 300), marks=pytest.mark.exhaustive),
-        pytest.param(4, 2, range(100), marks=pytest.mark.exhaustive),
+        pytest.param(4, 2, range(180), marks=pytest.mark.exhaustive),
     ],
 )
 @pytest.mark.timeout(1800)
