@@ -415,7 +415,7 @@ class _Rank:
         parts = parts_of(profile, choices.owners)
         one = _Activations(profile, choices, parts, part)
         running = one.always + one.movable
-        whole, shards, pending, arriving = self._gradients(profile, first)
+        whole, shards, pending, arriving = self._gradients(profile)
         gathered = self._gathered(profile, parts, ahead=not first)
         microbatches, batch = choices.microbatches, 0
         if part == 0:
@@ -461,7 +461,7 @@ class _Rank:
         parameter = self._facts.parameters[number]
         return self._elements(number) * self._choices.degree * parameter.size
 
-    def _gradients(self, profile: Profile, first: bool) -> tuple[Array, Array, Array, Array]:
+    def _gradients(self, profile: Profile) -> tuple[Array, Array, Array, Array]:
         """Returns the gradients of one microbatch, tick by tick.
 
         Returns:
@@ -477,9 +477,7 @@ class _Rank:
             elif key in mine:
                 whole[min(tick, last)] += ps[key].numel * ps[key].gradient
         shards, pending, sent, arriving = (np.zeros(last + 1) for _ in range(4))
-        end = launched = max(arrived.values(), default=0)
-        if not first:
-            launched = 0
+        end, launched = max(arrived.values(), default=0), 0
         for bucket in self._buckets():
             launched = max([launched, *(arrived.get(number, end) for number in bucket)])
             for number in bucket:

@@ -147,11 +147,6 @@ class Gathers:
         self._stopped = False  # no more requests of this rank
         self._left_plan = False
 
-    @property
-    def planned(self) -> bool:
-        """Whether this step has plans."""
-        return bool(self._step_plans)
-
     def tensors(self) -> list[torch.Tensor]:
         """Returns the memory of the parameters that are gathered, or are being gathered."""
         held = [entry.flat for entry in self.entries if entry.flat is not None]

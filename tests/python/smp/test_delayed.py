@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
+import hashlib
 import math
 import random
+import resource
 import threading
 import warnings
 from pathlib import Path
@@ -683,6 +686,118 @@ def test_a_rank_needs_memory_for_its_shards_only() -> None:
         assert storages < mine + layer
         # Less than the whole model; memory that the ranks of a host share counts on each of them.
         assert peak < layer * LAYERS * 3 // 4
+
+
+LIMIT = 5 * 2**25  # more than a rank needs for its part of `Huge` and a step, and less than `Huge`
+
+
+class Huge(nn.Sequential):
+    """48 layers of 4 MiB, unless the width is another one."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(*(nn.Linear(width, width) for _ in range(48)))
+
+
+@smp.step
+def descend(model: Any, x: Tensor) -> None:
+    """Makes the gradients of a loss."""
+    model.backward(model(x).square().mean())
+
+
+def digest(tensor: Tensor) -> str:
+    """Returns a name for the bits of a tensor."""
+    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy()).hexdigest()
+
+
+def trained_whole(copies: int) -> list[dict[str, list[str]]]:
+    """Returns, at creation and after a step, the digests of each parameter whole and in parts."""
+    torch.manual_seed(0)
+    net = Huge()
+
+    def digests() -> dict[str, list[str]]:
+        return {
+            name: [digest(p), *map(digest, p.reshape(-1).chunk(4))]
+            for name, p in net.named_parameters()
+        }
+
+    found = [digests()]
+    net(torch.ones(1, WIDTH)).square().mean().backward()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            mean = sum([parameter.grad] * copies) / copies  # in the order of replicas
+            parameter.sub_(mean, alpha=0.5)
+    return [*found, digests()]
+
+
+def trained_within_limit(config: dict[str, Any]) -> list[dict[str, str]]:
+    """Returns, at creation and after a step, the digests of what lives here."""
+    # What is freed goes back to the system, also if small tensors came to lie beside it.
+    malloc = ctypes.CDLL(None)
+    malloc.mallopt(-8, 1)  # M_ARENA_MAX
+    malloc.mallopt(-3, 2**18)  # M_MMAP_THRESHOLD
+
+    def train(width: int) -> list[dict[str, str]]:
+        fixed = {"ddp": True, "microbatches": 1, "delayed_parameter_initialization": True}
+        smp.init({**fixed, **config})
+        torch.manual_seed(0)
+        with smp.model_creation():
+            net = Huge(width)
+        model = smp.DistributedModel(net)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        found: list[dict[str, str]] = []
+
+        def note(*_: Any) -> None:
+            local = model.local_state_dict().items()
+            found.append({name: digest(t) for name, t in local if isinstance(t, Tensor)})
+
+        model.register_post_partition_hook(note)
+        descend(model, torch.ones(1, width))
+        optimizer.step()
+        note()
+        smp.shutdown()
+        return found
+
+    train(8)  # imports modules, starts threads
+    gc.collect()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (used,) = (int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + LIMIT, resource.RLIM_INFINITY))
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        Huge()
+    gc.collect()
+    malloc.malloc_trim(0)
+    return train(WIDTH)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(torch.cuda.is_available(), reason="limits memory of the host")
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"partitions": 4},
+        {
+            "sharded_data_parallel_degree": 4,
+            "sdp_param_persistence_threshold": WIDTH + 1,
+            "sdp_reduce_bucket_size": WIDTH * WIDTH,
+        },
+    ],
+    ids=["partitions", "sharding"],
+)
+def test_a_model_larger_than_the_memory_of_a_rank(config: dict[str, Any]) -> None:
+    layer = 4 * WIDTH * (WIDTH + 1)
+    assert LIMIT < 48 * layer
+    sharded = "partitions" not in config
+    (whole,) = check_ranks(trained_whole, "1", 4 if sharded else 1)
+    ranks = check_ranks(trained_within_limit, "4", config)
+    for moment, expected in enumerate(whole):
+        seen: set[str] = set()
+        for rank, found in enumerate(ranks):
+            for name, value in found[moment].items():
+                part = sharded and name.endswith("weight")
+                assert value == expected[name][1 + rank if part else 0], (moment, rank, name)
+                seen.add(name)
+        assert seen == expected.keys()
 
 
 def left_over() -> None:
