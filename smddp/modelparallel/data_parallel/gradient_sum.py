@@ -55,9 +55,10 @@ class GradientSum:
     """The sums of one step on one rank.
 
     The previous step tells how often a parameter contributes per microbatch. As long as that is
-    unknown, and not guessed, a contribution waits until its microbatch ends. Once it is known, and if microbatches
-    come in order, which is usual, a contribution is added at once and needs no memory. Three or
-    more contributions of one microbatch wait for each other; two do not, as a + b = b + a.
+    unknown, and not guessed, a contribution waits until its microbatch ends. Once it is known, and
+    if microbatches come in order, which is usual, a contribution is added at once and needs no
+    memory. Three or more contributions of one microbatch wait for each other; two do not, as
+    a + b = b + a.
     """
 
     def __init__(
