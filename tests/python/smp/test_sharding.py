@@ -24,11 +24,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import arrive, await_ranks, check_ranks, listen, reserved_port, rotating, run_ranks
 from smp import test_random_models
+from smp.census import Census
 from smp.zoo import ZOO, arguments, batch_of, device, make, train_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.checkpoint import safetensors
 from smddp.modelparallel.sharding.gathers import Gathers
 from smddp_smp.errors import (
     SMPError,
@@ -1199,6 +1201,52 @@ def test_checkpoints_load_at_any_degree(tmp_path: Path, half: str) -> None:
                             atol=tolerance,
                             msg=lambda m, at=f"{where}, {name}": f"{at}: {m}",
                         )
+
+
+SAVED_LAYERS = 16
+
+
+def saving_one_by_one(config: dict[str, Any], path: str) -> tuple[int, int]:
+    """Returns the bytes of what lives here, and the peak of tensors while the whole is saved."""
+    smp.init({"ddp": True, "microbatches": 1, "sdp_param_persistence_threshold": 200, **config})
+    net = nn.Sequential(*(nn.Linear(150, 150) for _ in range(SAVED_LAYERS)))
+    if config.get("tensor_parallel_degree"):
+        for layer in net:
+            smp.set_tensor_parallelism(layer)
+    model = smp.DistributedModel(net)
+    squares(model, torch.ones(8, 150))
+    gc.collect()
+    Census.storages.clear()
+    Census.peak = 0
+    with Census():
+        smp.save_checkpoint(path, "model.safetensors.index.json", False, model)
+    mine = sum(p.nbytes for p in model.runtime.optimised())
+    return mine, Census.peak
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [
+        ("4", {"sharded_data_parallel_degree": 4}),
+        ("4", {"sharded_data_parallel_degree": 2, "partitions": 2}),
+        ("2", {"tensor_parallel_degree": 2}),
+    ],
+    ids=["sharding", "partitions", "tensor parallelism"],
+)
+def test_a_rank_that_saves_the_whole_has_one_whole_parameter_at_a_time(
+    tmp_path: Path, ranks: str, config: dict[str, Any]
+) -> None:
+    weight = 150 * 150 * 4
+    for mine, peak in check_ranks(saving_one_by_one, ranks, config, str(tmp_path)):
+        # To unite what tensor parallelism divides takes its parts, and the whole.
+        copies = 2 if "tensor_parallel_degree" in config else 1
+        assert peak < mine + copies * weight + 2**14, (mine, peak)
+        assert mine + copies * weight < SAVED_LAYERS * weight
+    found: dict[str, Tensor] = {}
+    for file in sorted(tmp_path.glob("model-*.safetensors")):
+        found |= safetensors.read(file)
+    assert len(found) == 2 * SAVED_LAYERS
+    assert all(t.shape == ((150, 150) if "weight" in n else (150,)) for n, t in found.items())
 
 
 @smp.step
