@@ -7,6 +7,7 @@ know yet how often a parameter gets a gradient; later steps; and `optimizer.step
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -395,6 +396,10 @@ class _Rank:
             gradients += sum(self._elements(n) * 4 for n in trained if ps[n].stepped)
         work = {n: self._elements(n) * (ps[n].master or ps[n].size) for n in self._stepped}
         temporary = facts.temporary * sum(work.values()) + max(work.values(), default=0)
+        # Adam steps a parameter with two temporary tensors, while one of the last is still there.
+        sizes = [work[n] for n in sorted(work)]
+        pairs = itertools.pairwise([0, *sizes])
+        temporary = max([temporary, *(before + 2 * size for before, size in pairs)])
         if choices.shard_optimizer_state:
             largest = max((ps[n].numel * ps[n].size for n in self._mine), default=0)
             whole = sum(ps[n].numel * ps[n].size for n in self._mine if ps[n].stepped)

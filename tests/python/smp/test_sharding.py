@@ -377,12 +377,12 @@ class Watched(nn.Module):
         return x
 
 
-def memory(limit: int) -> Any:
+def memory(degree: int, limit: int) -> Any:
     smp.init(
         {
             "ddp": True,
             "microbatches": 2,
-            "sharded_data_parallel_degree": 2,
+            "sharded_data_parallel_degree": degree,
             "sdp_param_persistence_threshold": WIDTH + 1,
             "sdp_max_live_parameters": limit,
         }
@@ -401,22 +401,27 @@ def memory(limit: int) -> Any:
     rest = sum(p.untyped_storage().nbytes() for p in net.parameters())
     kept = [p.ds_tensor.untyped_storage().nbytes() for p in net.parameters() if p.dim() == 2]
     states = [t.numel() for own in optimizer.state.values() for t in own.values() if t.dim()]
-    return rest, kept, max(net.seen), peaks, sum(states)
+    storages = [p.grad.untyped_storage() for p in net.parameters() if p.dim() == 2]
+    gradients = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+    return rest, kept, gradients, max(net.seen), peaks, sum(states)
 
 
+@pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_rank_keeps_its_share(ahead: bool) -> None:
+def test_a_rank_keeps_its_share(ahead: bool, degree: int) -> None:
     weight = WIDTH * WIDTH
     limit = 3 * weight if ahead else weight
-    for rest, kept, seen, peaks, states in check_ranks(memory, "2", limit):
+    found = check_ranks(memory, str(degree), degree, limit)
+    for rest, kept, gradients, seen, peaks, states in found:
         # The element that stands for each weight, and the biases.
         assert rest == DEPTH * 4 + DEPTH * WIDTH * 4
-        assert kept == [weight // 2 * 4] * DEPTH
+        assert kept == [weight // degree * 4] * DEPTH
+        assert gradients == DEPTH * weight // degree * 4
         # No layer runs in another, so only what was gathered ahead comes to the layer's own.
         assert seen == weight
         # In the first step nobody knows what to gather ahead.
         assert peaks == ([weight, 3 * weight, 3 * weight] if ahead else [weight] * 3)
-        assert states == 2 * DEPTH * (weight // 2 + WIDTH)
+        assert states == 2 * DEPTH * (weight // degree + WIDTH)
 
 
 def gathers_ahead() -> list[tuple[int, int]]:
