@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 __all__ = ["Dial", "Meeting", "dial_all"]
 
@@ -39,10 +40,10 @@ class Meeting:
         Raises:
             RuntimeError: not all ranks have come.
         """
-        store, self.rank, self.size = next(dist.rendezvous("env://", timeout=timeout))
+        store, self.rank, self.size = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
-        self.store = dist.PrefixStore("group", store)
-        self._store = dist.PrefixStore("doctor", store)
+        self.store = distributed_c10d.PrefixStore("group", store)
+        self._store = distributed_c10d.PrefixStore("doctor", store)
         self.gather("here", True)
 
     def tell(self, what: str, value: Any) -> None:

@@ -288,7 +288,8 @@ def examine_host(affinities: Sequence[frozenset[int]] = ()) -> list[Finding]:
         own = frozenset(os.sched_getaffinity(0))
         affinities = [own] * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     findings: list[Finding] = []
-    for check in [functools.partial(_cores, affinities), *_CHECKS]:
+    checks: list[Callable[[], Any]] = [functools.partial(_cores, affinities), *_CHECKS]
+    for check in checks:
         try:
             found = check()
             findings += [found] if isinstance(found, Finding) else found

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <numeric>
 
 namespace smddp::process_group {
 
@@ -37,7 +38,27 @@ at::Tensor newTensor(at::IntArrayRef sizes, at::ScalarType type) {
   return at::detail::empty_cpu(sizes, type);
 }
 
-// The tensor, or a copy of it that is contiguous in host memory. Throws if it cannot be sent.
+// The dimensions from the largest stride to the smallest.
+std::vector<uint8_t> orderOf(at::IntArrayRef strides) {
+  std::vector<uint8_t> order(strides.size());
+  std::iota(order.begin(), order.end(), uint8_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](uint8_t one, uint8_t other) { return strides[one] > strides[other]; });
+  return order;
+}
+
+// The strides of a tensor without gaps whose dimensions have this order.
+std::vector<int64_t> stridesOf(at::IntArrayRef sizes, const std::vector<uint8_t>& order) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (auto dimension = order.rbegin(); dimension != order.rend(); ++dimension) {
+    strides[*dimension] = stride;
+    stride *= std::max<int64_t>(sizes[*dimension], 1);
+  }
+  return strides;
+}
+
+// The tensor, or a copy of it that lies in one piece of host memory. Throws if it cannot be sent.
 at::Tensor sendable(const at::Tensor& tensor) {
   TORCH_CHECK(!tensor.is_meta(),
               "a parameter that lives on another rank cannot be sent from this one");
@@ -45,9 +66,10 @@ at::Tensor sendable(const at::Tensor& tensor) {
                    "smp cannot send tensors of ", tensor.dtype(), ", ", tensor.layout(),
                    " between ranks");
   const bool plain = tensor.is_cpu() && !tensor.is_conj() && !tensor.is_neg();
-  if (plain && tensor.is_contiguous()) return tensor;
+  if (plain && tensor.is_non_overlapping_and_dense()) return tensor;
   const at::NoGradGuard guard;
-  return tensor.cpu().resolve_conj().resolve_neg().contiguous();
+  const at::Tensor here = tensor.cpu().resolve_conj().resolve_neg();
+  return here.is_non_overlapping_and_dense() ? here : here.clone(at::MemoryFormat::Preserve);
 }
 
 // A length in a front. Throws if it has more bits: the receiver would read something else.
@@ -135,6 +157,7 @@ EncodedMessage encodeMessage(const std::string& header,
              static_cast<uint8_t>(data.dim())};
     writer.value(about);
     for (const int64_t size : data.sizes()) writer.value(size);
+    for (const uint8_t dimension : orderOf(data.strides())) writer.value(dimension);
     if (isSmall) {
       small += data.nbytes();
       writer.raw(data.const_data_ptr(), data.nbytes());
@@ -172,7 +195,15 @@ DecodedMessage decodeFront(std::span<const std::byte> bytes) {
       sizes.push_back(reader.value<int64_t>());
       check(sizes.back() >= 0);
     }
-    place = newTensor(sizes, static_cast<at::ScalarType>(about.type));
+    std::vector<uint8_t> order;
+    std::vector<bool> seen(about.dimensions);
+    for (int d = 0; d < about.dimensions; ++d) {
+      order.push_back(reader.value<uint8_t>());
+      check(order.back() < about.dimensions && !seen[order.back()]);
+      seen[order.back()] = true;
+    }
+    place = at::detail::empty_strided_cpu(sizes, stridesOf(sizes, order),
+                                          static_cast<at::ScalarType>(about.type));
     if (about.kind == Description::Small) {
       const auto elements = reader.raw(place->nbytes());
       if (!elements.empty()) {

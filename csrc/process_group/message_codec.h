@@ -6,9 +6,12 @@
 //   the header
 //   per tensor: u8 kind, i8 dtype (c10::ScalarType), u8 does it require a gradient?, u8 number of dimensions;
 //     kind 0 (there is no tensor): nothing else
-//     kind 1 (a small tensor): its sizes, i64 each; its elements
-//     kind 2 (a large tensor): its sizes, i64 each
+//     kind 1 (a small tensor): its sizes, i64 each; its dimensions, u8 each, from the largest stride to the smallest;
+//       its elements
+//     kind 2 (a large tensor): the same without the elements
 //
+// So a tensor arrives with its strides (channels_last stays that), unless it has gaps: then they are those of clone().
+// For example sizes 2, 3, 4 and strides 12, 1, 3 travel as 2, 3, 4 and 0, 2, 1, and 24 elements as they lie in memory.
 // A tensor is small if its elements and those of the small ones before it have at most 4 KiB together. All numbers are
 // in the byte order of the host, and nothing is padded. The front may be sent in parts of any length: its first
 // kFrontPrefix bytes say how long it is.
@@ -41,8 +44,8 @@ struct DecodedMessage {
   bool last = false;
 };
 
-// Encodes a message; the memory of its front has at least `least` bytes. A tensor that is not contiguous in host memory
-// is copied there first. No large tensor may change until the message has left. Throws for sparse, quantized and "meta"
+// Encodes a message; the memory of its front has at least `least` bytes. A tensor that does not lie in one piece of host
+// memory is copied there first. No large tensor may change until the message has left. Throws for sparse, quantized and "meta"
 // tensors.
 EncodedMessage encodeMessage(const std::string& header,
                              const std::vector<std::optional<at::Tensor>>& tensors, bool last,
@@ -58,7 +61,7 @@ DecodedMessage decodeFront(std::span<const std::byte> front);
 // use the dispatcher.
 // A new tensor of `size` uninitialised bytes.
 at::Tensor newBytes(size_t size);
-// Bytes of a contiguous tensor's memory, as a tensor that shares it.
+// Bytes of the memory of a tensor without gaps, as a tensor that shares it.
 at::Tensor byteView(const at::Tensor& tensor, int64_t begin, int64_t length);
 
 }  // namespace smddp::process_group

@@ -12,6 +12,7 @@ the SageMaker Python SDK's documentation.
 
 from __future__ import annotations
 
+import collections
 import functools
 import glob
 import json
@@ -20,7 +21,8 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +168,9 @@ def save_checkpoint(
             `{tag}_partial`. Otherwise the whole model, without the optimizer, is saved as the file
             `tag`: as safetensors if the tag ends in `.safetensors`, else as torch.save does it. If
             the tag ends in `.index.json`, as in `model.safetensors.index.json`, each partition
-            writes a file of its own, and no rank holds more than that; but if parameters are
-            sharded or divided, or names translated, every rank gathers the whole model.
+            writes a file of its own. Parameters that are sharded or divided are gathered one by
+            one then, and of files of torch.save, the rank that writes one keeps what it writes. But
+            if names are translated, every rank gathers the whole model.
         model: a smp.DistributedModel; None saves none.
         optimizer: a smp.DistributedOptimizer; None saves none. It is saved only with `partial`.
         user_content: anything that pickles; that of rank 0 is saved.
@@ -357,19 +360,22 @@ def _is_safetensors(name: str) -> bool:
     return name.endswith(".safetensors")
 
 
-def write_whole(file: Path, entries: dict[str, Any]) -> None:
+def write_whole(file: Path, entries: dict[str, Any], values: Iterator[Any] | None = None) -> None:
     """Writes entries in the format that the name of the file asks for.
 
     Args:
         file: is safetensors if it ends in `.safetensors`, else what torch.save writes.
         entries: by name.
+        values: those to write, as for `safetensors.write`; torch.save needs all of them at once.
 
     Raises:
         SMPUsageError: an entry cannot be saved as safetensors.
     """
     if _is_safetensors(file.name):
-        write(file, lambda stream: safetensors.write(stream, entries))
+        write(file, lambda stream: safetensors.write(stream, entries, values))
     else:
+        if values is not None:
+            entries = dict(zip(entries, values, strict=True))
         write(file, lambda stream: torch.save(entries, stream))
 
 
@@ -387,20 +393,17 @@ def _save_shards(index: Path, model: Any, translate: bool) -> None:
     Source: huggingface.co/docs/transformers, "Sharded checkpoints".
     """
     topology = state.topology
-    entries = {} if model is None else model.local_state_dict()
-    translate = translate and bool(state.module_manager.translate_functions)
-    if model is not None and (
-        translate or state.groups.sharding is not None or topology.tp_size > 1
-    ):
-        # Those of this rank are parts of parameters.
-        everything = model.state_dict()
-        names = [name for name in entries if name in everything]
-        if translate:  # other names, which may have parts of several ranks
-            everything = _translated(everything)
-            names = list(everything)[topology.rank_in("pp") :: topology.pp_size]
+    entries: dict[str, Any] = {}
+    values: Iterator[Any] = iter(())
+    if model is not None and translate and state.module_manager.translate_functions:
+        # Other names, which may have parts of several ranks.
+        everything = _translated(model.state_dict())
+        names = list(everything)[topology.rank_in("pp") :: topology.pp_size]
         entries = {name: everything[name] for name in names}
-    entries.pop(MARKER, None)
-    entries.pop(SHARDS, None)
+        values = iter(entries.values())
+    elif model is not None:
+        entries = model.runtime.model_state.shapes()
+        values = model.runtime.model_state.values()
     whole = Path(index.name.removesuffix(_INDEX))
     part = f"{topology.rank_in('pp') + 1:05}-of-{topology.pp_size:05}"
     file = index.with_name(f"{whole.stem}-{part}{whole.suffix}")
@@ -412,9 +415,12 @@ def _save_shards(index: Path, model: Any, translate: bool) -> None:
     Messenger(state).barrier(CommGroup.WORLD)
 
     def write_mine() -> tuple[str, list[str], int]:
-        if topology.rank_in("dp") > 0 or not entries:
-            return "", [], 0
-        write_whole(file, entries)
+        try:
+            if topology.rank_in("dp") > 0 or not entries:
+                return "", [], 0
+            write_whole(file, entries, values)
+        finally:
+            collections.deque(values, maxlen=0)  # other ranks may need this one to gather theirs
         tensors = [value for value in entries.values() if isinstance(value, torch.Tensor)]
         return file.name, list(entries), sum(t.numel() * t.element_size() for t in tensors)
 
@@ -438,7 +444,8 @@ def _whole(file: Path) -> dict[str, Any]:
         return entries
     if _is_safetensors(file.name):
         return dict(safetensors.read(file))
-    found: dict[str, Any] = read(file, "cpu", weights_only=True)
+    # Files of old versions of torch cannot be mapped.
+    found: dict[str, Any] = read(file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,18 +36,21 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
 
 
-def write(stream: IO[bytes], entries: Mapping[str, Any]) -> None:
+def write(
+    stream: IO[bytes], entries: Mapping[str, Any], values: Iterable[Any] | None = None
+) -> None:
     """Writes tensors by name.
 
     Args:
         stream: to write to.
         entries: dense tensors of any shape and device, of the dtypes of `_DTYPES`.
+        values: what to write, in the order of `entries`, of which only shapes and dtypes count
+            then; taken one after the other, so not all need be in memory. None for `entries`.
 
     Raises:
         SMPUsageError: an entry is not a tensor, or has another dtype.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    tensors: list[torch.Tensor] = []
     end = 0
     for name, value in entries.items():
         if not isinstance(value, torch.Tensor) or value.dtype not in _NAMES:
@@ -58,13 +61,13 @@ def write(stream: IO[bytes], entries: Mapping[str, Any]) -> None:
             "shape": list(value.shape),
             "data_offsets": [begin, end],
         }
-        tensors.append(value)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     stream.write(_LENGTH.pack(len(text)) + text)
-    for tensor in tensors:
+    for tensor in entries.values() if values is None else values:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         stream.write(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+        del tensor, flat  # before the next one comes
 
 
 def read(file: Path) -> dict[str, torch.Tensor]:

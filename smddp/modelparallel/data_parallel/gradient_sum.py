@@ -23,7 +23,8 @@ class _Account:
 
     Attributes:
         parameter: whose they are.
-        expected: how many contributions a microbatch makes, as in the last step; 0 if not known.
+        expected: how many contributions a microbatch makes, as in the last step; 0 if that differs
+            between microbatches, None before a step has told it.
         counts: contributions so far, by microbatch.
         waiting: contributions that have not been added yet, by microbatch.
         turn: the microbatch whose contributions are added next.
@@ -37,7 +38,7 @@ class _Account:
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
-        self.expected = 0
+        self.expected: int | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -54,9 +55,10 @@ class GradientSum:
     """The sums of one step on one rank.
 
     The previous step tells how often a parameter contributes per microbatch. As long as that is
-    unknown, a contribution waits until its microbatch ends. Once it is known, and if microbatches
-    come in order, which is usual, a contribution is added at once and needs no memory. Three or
-    more contributions of one microbatch wait for each other; two do not, as a + b = b + a.
+    unknown, and not guessed, a contribution waits until its microbatch ends. Once it is known, and
+    if microbatches come in order, which is usual, a contribution is added at once and needs no
+    memory. Three or more contributions of one microbatch wait for each other; two do not, as
+    a + b = b + a.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class GradientSum:
         self._final, self._each = final, each
         # By id, because hashing a tensor runs Python code.
         self._accounts: dict[int, _Account] = {}
-        self._microbatches = 0
+        self._microbatches = self._guess = 0
         self._ended: set[int] = set()
 
     def total(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -101,6 +103,11 @@ class GradientSum:
         return any(account.late is not None for account in self._accounts.values())
 
     @property
+    def guessed_wrong(self) -> bool:
+        """Says whether a parameter has late contributions because a guess was wrong."""
+        return any(a.expected is None and a.late is not None for a in self._accounts.values())
+
+    @property
     def knows_counts(self) -> bool:
         """Whether an earlier step tells how often parameters contribute."""
         return any(account.expected for account in self._accounts.values())
@@ -113,9 +120,15 @@ class GradientSum:
             found += [gradient for some in account.waiting.values() for _, gradient in some]
         return found
 
-    def begin(self, microbatches: int) -> None:
-        """Begins a step."""
-        self._microbatches = microbatches
+    def begin(self, microbatches: int, guess: int = 0) -> None:
+        """Begins a step.
+
+        Args:
+            microbatches: of the step.
+            guess: how many contributions to expect of a parameter of which no step has told it; 0
+                to wait for the end of the microbatch. See `guessed_wrong`.
+        """
+        self._microbatches, self._guess = microbatches, guess
         self._ended = set()
         for account in self._accounts.values():
             account.begin()
@@ -137,6 +150,7 @@ class GradientSum:
                 order.
         """
         account = self._account(parameter)
+        expected = self._expected(account)
         count = account.counts[microbatch] = account.counts.get(microbatch, 0) + 1
         if account.turn > microbatch:
             account.late = _added(account.late, gradient)
@@ -144,11 +158,11 @@ class GradientSum:
         waiting = account.waiting.get(microbatch)
         if waiting is None:
             account.waiting[microbatch] = [(path, gradient)]
-        elif account.expected == 2:
+        elif expected == 2:
             waiting[:] = [(path, _added(waiting[0][1], gradient))]
         else:
             waiting.append((path, gradient))
-        if count == account.expected:
+        if count == expected:
             self._advance(account)
 
     def end_microbatch(self, microbatch: int) -> None:
@@ -180,11 +194,15 @@ class GradientSum:
             found = self._accounts[id(parameter)] = _Account(parameter)
         return found
 
+    def _expected(self, account: _Account) -> int:
+        return self._guess if account.expected is None else account.expected
+
     def _advance(self, account: _Account) -> None:
         """Adds the contributions of the next microbatches, as far as these are complete."""
+        expected = self._expected(account)
         begun = turn = account.turn
         while turn < self._microbatches:
-            complete = account.expected and account.counts.get(turn, 0) >= account.expected
+            complete = expected and account.counts.get(turn, 0) >= expected
             if not complete and turn not in self._ended:
                 break
             waiting = account.waiting.pop(turn, None)

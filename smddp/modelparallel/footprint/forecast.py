@@ -7,6 +7,7 @@ know yet how often a parameter gets a gradient; later steps; and `optimizer.step
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -395,6 +396,10 @@ class _Rank:
             gradients += sum(self._elements(n) * 4 for n in trained if ps[n].stepped)
         work = {n: self._elements(n) * (ps[n].master or ps[n].size) for n in self._stepped}
         temporary = facts.temporary * sum(work.values()) + max(work.values(), default=0)
+        # Adam steps a parameter with two temporary tensors, while one of the last is still there.
+        sizes = [work[n] for n in sorted(work)]
+        pairs = itertools.pairwise([0, *sizes])
+        temporary = max([temporary, *(before + 2 * size for before, size in pairs)])
         if choices.shard_optimizer_state:
             largest = max((ps[n].numel * ps[n].size for n in self._mine), default=0)
             whole = sum(ps[n].numel * ps[n].size for n in self._mine if ps[n].stepped)
@@ -415,7 +420,7 @@ class _Rank:
         parts = parts_of(profile, choices.owners)
         one = _Activations(profile, choices, parts, part)
         running = one.always + one.movable
-        whole, shards, pending, arriving = self._gradients(profile, first)
+        whole, shards, pending, arriving = self._gradients(profile)
         gathered = self._gathered(profile, parts, ahead=not first)
         microbatches, batch = choices.microbatches, 0
         if part == 0:
@@ -461,7 +466,7 @@ class _Rank:
         parameter = self._facts.parameters[number]
         return self._elements(number) * self._choices.degree * parameter.size
 
-    def _gradients(self, profile: Profile, first: bool) -> tuple[Array, Array, Array, Array]:
+    def _gradients(self, profile: Profile) -> tuple[Array, Array, Array, Array]:
         """Returns the gradients of one microbatch, tick by tick.
 
         Returns:
@@ -477,9 +482,7 @@ class _Rank:
             elif key in mine:
                 whole[min(tick, last)] += ps[key].numel * ps[key].gradient
         shards, pending, sent, arriving = (np.zeros(last + 1) for _ in range(4))
-        end = launched = max(arrived.values(), default=0)
-        if not first:
-            launched = 0
+        end, launched = max(arrived.values(), default=0), 0
         for bucket in self._buckets():
             launched = max([launched, *(arrived.get(number, end) for number in bucket)])
             for number in bucket:

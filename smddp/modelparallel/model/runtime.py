@@ -367,7 +367,9 @@ class ModelRuntime:
         if modules.offloader is not None:
             modules.offloader.begin_step()
         microbatches = schedule.microbatches
-        self._sum.begin(microbatches)
+        # Almost all parameters contribute once. If whole gradients of sharded ones waited for the
+        # end of the first backward pass, it would need memory for those of the whole model.
+        self._sum.begin(microbatches, 1 if self.sharding is not None and not again else 0)
         divisor = microbatches if self._average else 1
         self.data_parallel.begin_step(self._sum, divisor, again)
         self._gather_failure, self._gather_redo = None, False
@@ -376,11 +378,9 @@ class ModelRuntime:
         modules.predicts_structures = not again
         modules.in_order = in_order
         modules.buffers_read.clear()
-        # A Redo restores these values. With one partition there is one only if sharded parameters
-        # are gathered by a plan; there is none in a second attempt. There is none in the first step
-        # either; `buffers` is empty then, so this saves nothing.
-        planned = self.sharding is not None and self.sharding.gathers.planned
-        if (several or planned) and not again:
+        # A Redo restores these values. With one partition there is one only with sharded
+        # parameters; there is none in a second attempt.
+        if (several or self.sharding is not None) and not again:
             self.buffers.save()
         if several and not self.divided and self.executor.rank == 0:
             self._unplaced = Buffers(self.module)
@@ -406,17 +406,19 @@ class ModelRuntime:
         return StepReport(changed, forms, self.updates_masters)
 
     def close(self, failed: bool) -> None:
-        """Ends the gathers of sharded parameters; see `StepModel`."""
+        """Ends gathers and sums of sharded parameters; see `StepModel`."""
         if self.sharding is None:
             return
+        wrong = self._sum.guessed_wrong
         if not failed:
             self._sum.end()
         try:
             with smp_errors():
-                self._gather_redo = self.sharding.end_step(failed)
-        except Exception as error:  # `end_step` raises it, when the others have heard of it
+                self._gather_redo = self.sharding.end_step(failed) or wrong
+        except Exception as error:  # `end_step` raises it
             self._gather_failure = error
-            if isinstance(error.__cause__, dist.DistError):
+            # The others do not know of any other error, such as one for lack of memory.
+            if not isinstance(error, SMPError) or isinstance(error.__cause__, dist.DistError):
                 self.executor.ending.leave(error)
 
     def accept_reports(self, reports: dict[int, StepReport], order_matters: bool) -> None:

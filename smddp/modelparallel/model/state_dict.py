@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -75,13 +76,15 @@ class ModelState:
         names = [name for name in self._divisions if name in entries]
         if not names:
             return
-        group, size = state.groups.of("tp"), state.topology.tp_size
-        with together("state_dict", group):
+        with together("state_dict", state.groups.of("tp")):
             for name in names:
-                part = entries[name].detach().contiguous()
-                parts = [torch.empty_like(part) for _ in range(size)]
-                dist.all_gather(parts, part, group=group)
-                entries[name] = self._divisions[name].united(parts)
+                entries[name] = self._united(name, entries[name])
+
+    def _united(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        part = part.detach().contiguous()
+        parts = [torch.empty_like(part) for _ in range(state.topology.tp_size)]
+        dist.all_gather(parts, part, group=state.groups.of("tp"))
+        return self._divisions[name].united(parts)
 
     def _entries(self) -> dict[str, Any]:
         """Returns the module's own state dict, with the values of sharded parameters."""
@@ -123,15 +126,55 @@ class ModelState:
         """
         entries: dict[str, Any] = {}
         forms: dict[str, Any] = {}
-        for name, value in self._module.state_dict(keep_vars=True).items():
-            if self._placement.owner_of_entry(name) != self._placement.rank:
-                continue
+        for name, value in self._here().items():
             entry = None if self._sharding is None else self._sharding.entry(value)
             form = form_of(value, entry, self._divisions.get(name), _place())
             if form is not None:
                 forms[name] = form
             entries[name] = _detached(with_values(value) if entry is None else entry.shard)
         return {**entries, **({SHARDS: forms} if forms else {}), MARKER: True}
+
+    def shapes(self) -> dict[str, Any]:
+        """Returns what `values` yields, with tensors that have no memory in place of parameters."""
+        found: dict[str, Any] = {}
+        for name, value in self._here().items():
+            if isinstance(value, nn.Parameter):
+                shape, division = value.shape, self._divisions.get(name)
+                if division is not None:
+                    shape = division.whole_shape(shape, _place()[1])
+                value = torch.empty(shape, dtype=value.dtype, device="meta")
+            found[name] = value
+        return found
+
+    def values(self) -> Iterator[Any]:
+        """Yields the entries that live here, whole, each in memory only until the next one.
+
+        All ranks of the sharding group, and all tensor-parallel ranks, have to take all of them.
+
+        Raises:
+            SMPPeerError: a rank has not called it within the timeout of the process group, or the
+                group has failed.
+        """
+        with contextlib.ExitStack() as stack:
+            if self._sharding is not None:
+                stack.enter_context(together("state_dict", self._sharding.groups.parameters))
+            if self._divisions:
+                stack.enter_context(together("state_dict", state.groups.of("tp")))
+            for name, value in self._here().items():
+                entry = None if self._sharding is None else self._sharding.entry(value)
+                if entry is None or self._sharding is None:
+                    whole = _detached(with_values(value))
+                else:
+                    whole = self._sharding.whole(entry)
+                if name in self._divisions:
+                    whole = self._united(name, whole)
+                yield whole
+                del whole
+
+    def _here(self) -> dict[str, Any]:
+        """Returns the module's own entries, without those of modules that live elsewhere."""
+        placement, entries = self._placement, self._module.state_dict(keep_vars=True)
+        return {n: v for n, v in entries.items() if placement.owner_of_entry(n) == placement.rank}
 
     def load(self, given: Mapping[str, Any], strict: bool, same_partition: bool) -> Any:
         """Loads a full or partial state dict.

@@ -147,11 +147,6 @@ class Gathers:
         self._stopped = False  # no more requests of this rank
         self._left_plan = False
 
-    @property
-    def planned(self) -> bool:
-        """Whether this step has plans."""
-        return bool(self._step_plans)
-
     def tensors(self) -> list[torch.Tensor]:
         """Returns the memory of the parameters that are gathered, or are being gathered."""
         held = [entry.flat for entry in self.entries if entry.flat is not None]
@@ -407,11 +402,13 @@ class Gathers:
             raise SMPPeerError("the step has failed on another rank of the sharding group")
         if one is not None:
             self._begin_earlier()
+        # Before the others hear that this rank takes part.
+        flat = self._memory(entry)
         try:
             self._compare(entry.number)
-            flat = self._memory(entry)
             self._gather(entry, flat).wait()
         except RuntimeError as error:
+            self.live -= entry.padded
             if self._key is not None or isinstance(error, SMPError):
                 raise
             ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
@@ -494,12 +491,11 @@ class Gathers:
             used: may this rank ask for it?
         """
         assert one.plan is not None
-        place, one.issued = one.issued, one.issued + 1
-        number, kept = one.plan[place]
+        number, kept = one.plan[one.issued]
         entry = self.entries[number]
         if used:
             flat = self._memory(entry)
-            one.under_way[place] = (self._gather(entry, flat), flat)
+            one.under_way[one.issued] = (self._gather(entry, flat), flat)
         elif not kept:
             # Nobody reads what arrives, so all may have the same memory.
             kind = entry.shard.dtype, entry.shard.device
@@ -509,11 +505,14 @@ class Gathers:
                 self._scrap[kind] = memory
             flat = memory[: entry.padded]
             self._unused.append((self._gather(entry, flat), flat))
+        # Last: if there was no memory, the others wait for this gather, and `_finish` begins it.
+        one.issued += 1
 
     def _memory(self, entry: ShardedParameter) -> torch.Tensor:
+        flat = torch.empty(entry.padded, dtype=entry.shard.dtype, device=entry.shard.device)
         self.live += entry.padded
         self.peak = max(self.peak, self.live)
-        return torch.empty(entry.padded, dtype=entry.shard.dtype, device=entry.shard.device)
+        return flat
 
     # --- what is sent -----------------------------------------------------------------------------
 

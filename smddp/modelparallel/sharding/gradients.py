@@ -128,10 +128,10 @@ class ShardedSum(GradientSum):
 
     # --- as in GradientSum ------------------------------------------------------------------------
 
-    def begin(self, microbatches: int) -> None:
-        """Begins a step."""
+    def begin(self, microbatches: int, guess: int = 0) -> None:
+        """Begins a step; the guess is of divided parameters, whose gradients are larger here."""
         super().begin(microbatches)
-        self._whole.begin(microbatches)
+        self._whole.begin(microbatches, guess)
         self._forget()
         self._count = microbatches if torch.is_grad_enabled() else 0
 
@@ -195,6 +195,11 @@ class ShardedSum(GradientSum):
     def any_late(self) -> bool:
         """Says whether any parameter has late contributions."""
         return super().any_late or self._whole.any_late
+
+    @property
+    def guessed_wrong(self) -> bool:
+        """Says whether a divided parameter contributes more often than was guessed."""
+        return self._whole.guessed_wrong
 
     @property
     def knows_counts(self) -> bool:

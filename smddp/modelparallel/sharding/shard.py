@@ -115,7 +115,9 @@ class ShardedParameter:
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of a tensor of the parameter's shape, as a copy."""
-        return self.flattened(whole).view(self.degree, -1)[self.rank].clone()
+        size = -(-self.numel // self.degree)
+        part = whole.reshape(-1)[self.rank * size : (self.rank + 1) * size]
+        return torch.nn.functional.pad(part, (0, size - part.numel()))  # a copy, also of all
 
     def cut_state(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the state of an optimizer for the whole parameter as that of the shard."""

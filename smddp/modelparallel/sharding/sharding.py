@@ -31,6 +31,7 @@ from smddp.modelparallel.sharding.gradients import ShardedSum
 from smddp.modelparallel.sharding.part import announce, part_of_whole, set_part
 from smddp.modelparallel.sharding.shard import Shard, ShardedParameter
 from smddp.modelparallel.tensor.division import division_of
+from smddp_smp.errors import SMPError
 
 __all__ = ["Sharding"]
 
@@ -231,15 +232,24 @@ class Sharding:
     # --- a step -----------------------------------------------------------------------------------
 
     def end_step(self, failed: bool) -> bool:
-        """Ends the gathers of a step; see `Gathers.end_step`. Waits for the sums of gradients."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.sums.finish)
-            stack.callback(self._by_address.clear)
+        """Ends the gathers of a step; see `Gathers.end_step`. Waits for the sums of gradients.
+
+        After any error but SMPError the other ranks may wait for gathers of this one, so it must
+        not wait for their sums: it has to leave.
+        """
+        try:
             try:
                 self.sums.flush()
             except dist.DistError:
                 failed = True  # `finish` raises, too
-            return bool(self.entries) and self.gathers.end_step(failed)
+            wrong = bool(self.entries) and self.gathers.end_step(failed)
+        except SMPError:
+            self.sums.finish()
+            raise
+        finally:
+            self._by_address.clear()
+        self.sums.finish()
+        return wrong
 
     def take_gradient(self, entry: ShardedParameter) -> torch.Tensor | None:
         """Takes the whole gradient that autograd has left, if any, and frees the parameter."""

@@ -37,6 +37,8 @@ class Census(TorchDispatchMode):
         for value in tree_leaves((args, kwargs, result)):
             if isinstance(value, torch.Tensor) and value.device.type == "cpu":
                 storage = value.untyped_storage()
+                if storage.device.type == "meta":  # of a tensor without memory
+                    continue
                 weak = StorageWeakRef(storage)
                 with Census.guard:
                     Census.storages.setdefault(weak.cdata, (weak, storage.nbytes()))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
+import hashlib
 import math
 import random
+import resource
 import threading
 import warnings
 from pathlib import Path
@@ -17,6 +20,7 @@ import pytest
 import torch
 import torch._dynamo
 from ranks import check_ranks
+from smp.census import Census
 from smp.zoo import ZOO, arguments, batch_of, device
 from torch import Tensor, nn
 
@@ -598,6 +602,7 @@ def test_uses_of_a_model_before_it_is_divided(config: dict[str, Any], tmp_path: 
 
 
 WIDTH, LAYERS = 1024, 32  # 4 MiB each
+SMALL = 2**18  # what biases that are computed, states of random generators and activations need
 
 
 class Peak(threading.Thread):
@@ -618,8 +623,24 @@ class Peak(threading.Thread):
             self.most = max(self.most, process.memory_info().rss)
 
 
-def large(config: dict[str, int]) -> tuple[int, int, int]:
-    """Returns the bytes of what is here of parameters; of all storages; and of the peak."""
+def give_back_at_once() -> ctypes.CDLL:
+    """Lets malloc give to the system what is freed, also if small tensors came to lie beside it.
+
+    Returns:
+        The functions of malloc.
+    """
+    malloc = ctypes.CDLL(None)
+    malloc.mallopt(-8, 1)  # M_ARENA_MAX
+    malloc.mallopt(-3, 2**18)  # M_MMAP_THRESHOLD
+    return malloc
+
+
+def large(config: dict[str, int], width: int) -> tuple[int, int, int, int]:
+    """Returns the bytes of what is here of parameters; of all storages; and the peaks.
+
+    These are of tensors, and of the process.
+    """
+    give_back_at_once()
     smp.init({**MANUAL, **config, "microbatches": 1})
     parts = config.get("partitions", 1)
 
@@ -633,16 +654,20 @@ def large(config: dict[str, int]) -> tuple[int, int, int]:
             net = nn.Sequential(*layers)
             net.apply(lambda part: part.reset_parameters() if hasattr(part, "bias") else None)
         model = smp.DistributedModel(net)
+        model.runtime.executor.baton.watch = Census
         with torch.no_grad():
             evaluate(model, torch.ones(1, width).to(device()))
         return model
 
-    model = build(4)  # imports modules, starts threads
+    with Census():
+        model = build(4)  # imports modules, starts threads
     del model
     gc.collect()
     before = psutil.Process().memory_info().rss
+    Census.peak = 0
     watch = Peak()
-    model = build(WIDTH)
+    with Census():
+        model = build(width)
     watch.ended.set()
     watch.join()
     peak = watch.most - before
@@ -653,7 +678,7 @@ def large(config: dict[str, int]) -> tuple[int, int, int]:
         for one in gc.get_objects()
         if isinstance(one, Tensor) and not one.is_meta
     }
-    return mine, sum(storages.values()), peak
+    return mine, sum(storages.values()), Census.peak, peak
 
 
 @smp.step
@@ -666,23 +691,133 @@ def evaluate(model: Any, x: Tensor) -> Any:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures memory of the host")
 def test_a_rank_needs_memory_for_its_own_part_only() -> None:
     layer = 4 * WIDTH * (WIDTH + 1)
-    for mine, storages, peak in check_ranks(large, "4", {"partitions": 4}):
+    for mine, storages, tensors, process in check_ranks(large, "4", {"partitions": 4}, WIDTH):
         assert mine == layer * LAYERS // 4
-        assert storages < mine + layer
-        # Less than half of what ordinary creation needs; the rest is what allocators keep.
-        assert peak < mine + 4 * layer < layer * LAYERS // 2
+        assert storages < mine + SMALL
+        assert tensors < mine + layer + SMALL
+        assert process < mine + 3 * layer  # messages between ranks, and what torch itself needs
 
 
 @pytest.mark.multiprocess
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures memory of the host")
 def test_a_rank_needs_memory_for_its_shards_only() -> None:
+    width = WIDTH - 1  # the elements of a layer are no multiple of the degree
+    layer = 4 * width * (width + 1)
+    config = {"sharded_data_parallel_degree": 4, "sdp_param_persistence_threshold": width + 1}
+    for mine, storages, tensors, process in check_ranks(large, "4", config, width):
+        assert mine == LAYERS * 4 * (-(-width * width // 4) + width)
+        assert storages < mine + SMALL
+        assert tensors < mine + layer + SMALL
+        assert process < mine + 3 * layer  # messages between ranks, and what torch itself needs
+
+
+LIMIT = 5 * 2**25  # more than a rank needs for its part of `Huge` and a step, and less than `Huge`
+
+
+class Huge(nn.Sequential):
+    """48 layers of 4 MiB, unless the width is another one."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(*(nn.Linear(width, width) for _ in range(48)))
+
+
+@smp.step
+def descend(model: Any, x: Tensor) -> None:
+    """Makes the gradients of a loss."""
+    model.backward(model(x).square().mean())
+
+
+def digest(tensor: Tensor) -> str:
+    """Returns a name for the bits of a tensor."""
+    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy()).hexdigest()
+
+
+def trained_whole(copies: int) -> list[dict[str, list[str]]]:
+    """Returns, at creation and after a step, the digests of each parameter whole and in parts."""
+    torch.manual_seed(0)
+    net = Huge()
+
+    def digests() -> dict[str, list[str]]:
+        return {
+            name: [digest(p), *map(digest, p.reshape(-1).chunk(4))]
+            for name, p in net.named_parameters()
+        }
+
+    found = [digests()]
+    net(torch.ones(1, WIDTH)).square().mean().backward()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            mean = sum([parameter.grad] * copies) / copies  # in the order of replicas
+            parameter.sub_(mean, alpha=0.5)
+    return [*found, digests()]
+
+
+def trained_within_limit(config: dict[str, Any]) -> list[dict[str, str]]:
+    """Returns, at creation and after a step, the digests of what lives here."""
+    malloc = give_back_at_once()
+
+    def train(width: int) -> list[dict[str, str]]:
+        fixed = {"ddp": True, "microbatches": 1, "delayed_parameter_initialization": True}
+        smp.init({**fixed, **config})
+        torch.manual_seed(0)
+        with smp.model_creation():
+            net = Huge(width)
+        model = smp.DistributedModel(net)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        found: list[dict[str, str]] = []
+
+        def note(*_: Any) -> None:
+            local = model.local_state_dict().items()
+            found.append({name: digest(t) for name, t in local if isinstance(t, Tensor)})
+
+        model.register_post_partition_hook(note)
+        descend(model, torch.ones(1, width))
+        optimizer.step()
+        note()
+        smp.shutdown()
+        return found
+
+    train(8)  # imports modules, starts threads
+    gc.collect()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (used,) = (int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + LIMIT, resource.RLIM_INFINITY))
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        Huge()
+    gc.collect()
+    malloc.malloc_trim(0)
+    return train(WIDTH)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(torch.cuda.is_available(), reason="limits memory of the host")
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"partitions": 4},
+        {
+            "sharded_data_parallel_degree": 4,
+            "sdp_param_persistence_threshold": WIDTH + 1,
+            "sdp_reduce_bucket_size": WIDTH * WIDTH,
+        },
+    ],
+    ids=["partitions", "sharding"],
+)
+def test_a_model_larger_than_the_memory_of_a_rank(config: dict[str, Any]) -> None:
     layer = 4 * WIDTH * (WIDTH + 1)
-    config = {"sharded_data_parallel_degree": 4, "sdp_param_persistence_threshold": WIDTH + 1}
-    for mine, storages, peak in check_ranks(large, "4", config):
-        assert mine == LAYERS * 4 * (WIDTH * WIDTH // 4 + WIDTH)
-        assert storages < mine + layer
-        # Less than the whole model; memory that the ranks of a host share counts on each of them.
-        assert peak < layer * LAYERS * 3 // 4
+    assert 48 * layer > LIMIT
+    sharded = "partitions" not in config
+    (whole,) = check_ranks(trained_whole, "1", 4 if sharded else 1)
+    ranks = check_ranks(trained_within_limit, "4", config)
+    for moment, expected in enumerate(whole):
+        seen: set[str] = set()
+        for rank, found in enumerate(ranks):
+            for name, value in found[moment].items():
+                part = sharded and name.endswith("weight")
+                assert value == expected[name][1 + rank if part else 0], (moment, rank, name)
+                seen.add(name)
+        assert seen == expected.keys()
 
 
 def left_over() -> None:

@@ -82,3 +82,18 @@ def test_more_contributions_than_in_the_last_step_come_late() -> None:
     assert sums.any_late
     assert sums.total(parameter) == 1
     assert sums.late(parameter) == 2
+
+
+def test_a_guess_can_be_wrong() -> None:
+    sums = GradientSum()
+    one, two = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    for guess, wrong in ((1, True), (0, False), (1, False)):
+        sums.begin(1, guess)
+        for parameter in (one, two, two):
+            sums.add(parameter, 0, torch.ones(1))
+        assert sums.guessed_wrong == wrong
+        if wrong:
+            sums.release()
+        else:
+            sums.end()
+    assert [sums.total(parameter) for parameter in (one, two)] == [1, 2]

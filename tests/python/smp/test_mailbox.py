@@ -26,6 +26,11 @@ def messages(rank: int) -> list[tuple[bytes, list[torch.Tensor | None]]]:
         torch.empty(0, 3),
         torch.tensor(2.5 + rank, requires_grad=True),
         torch.randn(4, 6).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(40, 50, 60).permute(1, 2, 0),
+        torch.randn(8, 6).t()[:, ::2],
+        torch.randn(3, 1).expand(3, 4),
+        torch.randn(1, 0, 5).permute(2, 0, 1),
         torch.tensor([True, False]),
         torch.randn(3, dtype=torch.bfloat16),
         torch.randn(2, dtype=torch.complex64).conj(),
@@ -47,6 +52,8 @@ def same(found: torch.Tensor | None, value: torch.Tensor | None) -> bool:
     return (
         found.requires_grad == value.requires_grad
         and found.dtype == value.dtype
+        # Those of the copy are the same, unless the tensor has gaps.
+        and found.stride() == value.clone().stride()
         and torch.equal(found, value)
     )
 
@@ -67,8 +74,9 @@ def test_what_is_encoded_is_decoded(least: int) -> None:
             _C.decode_front(front[: length - 1])
 
 
-# After the 16 bytes that every front begins with: kind, dtype, ... of a tensor, and its size.
-@pytest.mark.parametrize(("place", "value"), [(0, 3), (1, 127), (1, 200), (11, 128)])
+# After the 16 bytes that every front begins with: kind, dtype, ... of a tensor, its size, and its
+# dimension.
+@pytest.mark.parametrize(("place", "value"), [(0, 3), (1, 127), (1, 200), (11, 128), (12, 1)])
 def test_a_wrong_description_of_a_tensor_is_refused(place: int, value: int) -> None:
     front, _ = _C.encode_message(b"", [torch.zeros(2)], False, 0)
     front[16 + place] = value

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import logging
 import threading
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import check_ranks, listen
 from smp.census import Census
+from smp.test_sharding_array import covering
+from smp.zoo import Block as Layer
+from smp.zoo import Residual
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
@@ -68,19 +73,72 @@ class GPT(nn.Module):
         return result
 
 
+def mlp() -> nn.Module:
+    layers = (nn.Sequential(nn.Linear(160, 160), nn.Tanh()) for _ in range(24))
+    return nn.Sequential(nn.Embedding(WORDS, 160), *layers, nn.Linear(160, WORDS))
+
+
+def resnet() -> nn.Module:
+    layers = (Residual(64) for _ in range(10))
+    last = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, WORDS))
+    # A channel for each word, which has an image of 8 x 8.
+    first = (nn.Embedding(WORDS, 64), nn.Unflatten(2, (8, 8)), nn.Conv2d(LENGTH, 64, 1))
+    return nn.Sequential(*first, *layers, *last)
+
+
+class Translator(nn.Module):
+    """Each layer of the decoder needs what the encoder returns."""
+
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, width)
+        self.encoder = nn.ModuleList([Layer(width) for _ in range(3)])
+        self.decoder = nn.ModuleList([Layer(width, cross=True) for _ in range(3)])
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        memory, x = self.embedding(ids), self.embedding(ids.flip(1))
+        for layer in self.encoder:
+            memory = layer(memory)[0]
+        for layer in self.decoder:
+            x = layer(x, memory=memory)[0]
+        result: Tensor = self.head(x)
+        return result
+
+
+class Tied(GPT):
+    """Its head and its embedding have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "gpt": GPT,
+    "tied gpt": Tied,
+    "mlp": mlp,
+    "resnet": resnet,
+    "translator": Translator,
+}
+
+
 @smp.step
 def train(model: Any, ids: Tensor) -> Tensor:
     logits = model(ids)
-    loss = F.cross_entropy(logits.reshape(-1, WORDS), ids.reshape(-1))
+    target = ids if logits.dim() == 3 else ids[:, 0]
+    loss = F.cross_entropy(logits.reshape(-1, WORDS), target.reshape(-1))
     model.backward(loss)
     return loss
 
 
-def made(config: dict[str, Any], checkpoints: bool, **size: int) -> tuple[Any, Any, Tensor]:
+def made(
+    config: dict[str, Any], checkpoints: bool, name: str = "gpt", **size: int
+) -> tuple[Any, Any, Tensor]:
     """Returns a model, its optimizer and a batch."""
     smp.init(config)
     torch.manual_seed(0)
-    net = GPT(**size)
+    net = MODELS[name](**size)
     if config.get("tensor_parallel_degree", 1) > 1:
         for layer in (
             net.embedding,
@@ -90,8 +148,11 @@ def made(config: dict[str, Any], checkpoints: bool, **size: int) -> tuple[Any, A
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     if checkpoints:
-        for block in net.blocks:
-            smp.set_activation_checkpointing(block)
+        kinds = (Block, Layer, Residual, nn.Tanh)
+        for child in net.children():
+            for layer in child if isinstance(child, nn.ModuleList) else [child]:
+                if any(isinstance(part, kinds) for part in layer.modules()):
+                    smp.set_activation_checkpointing(layer)
     rows = ROWS * config["microbatches"]
     same = smp.rdp_rank() if config.get("prescaled_batch") else smp.dp_rank()
     generator = torch.Generator().manual_seed(same)
@@ -136,9 +197,9 @@ def counted(model: Any, optimizer: Any, ids: Tensor) -> dict[str, int]:
     return found
 
 
-def compared(config: dict[str, Any], checkpoints: bool) -> Any:
+def compared(config: dict[str, Any], checkpoints: bool, name: str = "gpt") -> Any:
     """Returns the report, the oracle's counts, and a prediction from before the first step."""
-    model, optimizer, ids = made(config, checkpoints)
+    model, optimizer, ids = made(config, checkpoints, name)
     early = smp.memory(ids[:ROWS])
     with smp.memory() as beginning:
         cycle(model, optimizer, ids)
@@ -166,7 +227,7 @@ def case(pp: int, dp: int, kind: str, *parts: dict[str, Any], slow: bool = False
     config = functools.reduce(lambda a, b: {**a, **b}, parts, {**SIMPLE, "partitions": pp})
     label = "-".join([f"pp{pp}-dp{dp}", kind, *(next(iter(part)) for part in parts)])
     marks = [pytest.mark.exhaustive] if slow else []
-    return pytest.param(str(pp * dp), config, kind != "plain", id=label, marks=marks)
+    return pytest.param(str(pp * dp), config, kind != "plain", "gpt", id=label, marks=marks)
 
 
 # Pairs of: sharding off, 2 or 4; partitions; dtype; checkpoints, offloading or neither; and divided
@@ -197,13 +258,37 @@ CASES = [
     case(2, 2, "plain", {"pipeline": "interleaved", "active_microbatches": 1}, slow=True),
 ]
 
+# Of sharding: partitions, degree, replicas.
+SHARDINGS = {"sdp2": (1, 2, 2), "sdp4": (1, 4, 4), "sdp2 x dp2": (1, 2, 4), "pp2 x sdp2": (2, 2, 2)}
 
-@pytest.mark.parametrize(("layout", "config", "checkpoints"), CASES)
+
+def covered() -> Iterator[Any]:
+    """Yields cases in which each two of sharding, dtype, activations and model come together."""
+    columns = (
+        list(MODELS),
+        list(SHARDINGS),
+        ["fp32", "bf16", "fp16"],
+        ["kept", "checkpoints", "offload"],
+    )
+    for number, (name, sharding, dtype, kind) in enumerate(covering(*columns)):
+        pp, degree, replicas = SHARDINGS[sharding]
+        config = {**SIMPLE, "partitions": pp, **sdp(degree)}
+        config |= {} if dtype == "fp32" else {dtype: True}
+        config |= OFFLOAD if kind == "offload" else {}
+        label = "-".join([name, sharding, dtype, kind])
+        marks = [pytest.mark.exhaustive] if number >= 2 else []
+        yield pytest.param(str(pp * replicas), config, kind != "kept", name, id=label, marks=marks)
+
+
+@pytest.mark.parametrize(("layout", "config", "checkpoints", "name"), [*CASES, *covered()])
 def test_what_is_counted_is_near_the_prediction(
-    layout: str, config: dict[str, Any], checkpoints: bool
+    layout: str, config: dict[str, Any], checkpoints: bool, name: str
 ) -> None:
-    everything = check_ranks(compared, layout, config, checkpoints, timeout=200)
+    everything = check_ranks(compared, layout, config, checkpoints, name, timeout=200)
     early, beginning, ranks, _, text, notes = everything[0]
+    # Activations of a convolution are much larger than its weight, and it counts more microbatches
+    # as active than are at the peak.
+    most = 1.15 if name == "resnet" and config["partitions"] > 1 else 1.1
     assert not notes
     assert len(ranks) == len(everything)
     for row, rank in zip(ranks, everything, strict=True):
@@ -213,7 +298,7 @@ def test_what_is_counted_is_near_the_prediction(
             where = f"rank {row.rank}, {moment}\n{text}"
             predicted, measured = row.predicted[moment].total, row.measured[moment].total
             assert oracle[moment] > 2**20, where
-            assert 0.9 * oracle[moment] <= predicted <= 1.1 * oracle[moment], (
+            assert 0.9 * oracle[moment] <= predicted <= most * oracle[moment], (
                 oracle[moment],
                 where,
             )
@@ -239,31 +324,72 @@ def resident(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def process_memory() -> tuple[int, int]:
-    # Each thread has an arena of malloc, which keeps what was freed there. How many there are is a
-    # matter of time.
-    ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
-    config = {"microbatches": 2}
-    model, optimizer, ids = made(config, False, width=16, layers=1)
+class Highest(threading.Thread):
+    """Looks all the time at a figure of this process; `most` is the largest one."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(daemon=True)
+        self._name, self._over, self.most = name, threading.Event(), 0
+
+    def __enter__(self) -> Highest:
+        self.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._over.wait(0.0005):
+            self.most = max(self.most, resident(self._name))
+
+
+def process_memory(config: dict[str, Any], checkpoints: bool) -> list[tuple[int, int]]:
+    """Returns for two moments what the process needs, and what tensors do.
+
+    The moments are between steps, with malloc trimmed, and the peak of a step and an update, as it
+    is predicted. Memory that ranks share, for messages, does not count.
+    """
+    # What is freed goes back to the system, also if small tensors came to lie beside it.
+    malloc = ctypes.CDLL(None)
+    malloc.mallopt(-8, 1)  # M_ARENA_MAX
+    malloc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
+    model, optimizer, ids = made(config, checkpoints, width=16, layers=1)
     cycle(model, optimizer, ids)  # what torch itself needs
     smp.shutdown()
     del model, optimizer
-    before = resident("VmRSS")
-    model, optimizer, ids = made(config, False, width=512, layers=6)
+    gc.collect()
+    malloc.malloc_trim(0)
+    before = resident("RssAnon")
+    model, optimizer, ids = made(config, checkpoints, width=512, layers=8)
     for _ in range(2):
         cycle(model, optimizer, ids)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    cycle(model, optimizer, ids)
-    peak = resident("VmHWM") - before
-    (row,) = smp.memory().ranks
-    return peak, row.needed
+    gc.collect()
+    malloc.malloc_trim(0)
+    kept = resident("RssAnon") - before
+    with Highest("RssAnon") as highest:
+        cycle(model, optimizer, ids)
+    row = smp.memory().ranks[smp.rank()]
+    return [(kept, row.now.total), (highest.most - before, row.needed)]
 
 
-def test_the_memory_of_the_process_is_near_the_prediction() -> None:
-    # Torch, its threads and the allocator need some memory, too.
-    ((peak, needed),) = check_ranks(process_memory, "1")
-    assert needed > 200 * 2**20
-    assert 0.9 * needed <= peak <= 1.2 * needed, (peak, needed)
+@pytest.mark.parametrize(
+    ("config", "checkpoints"),
+    [
+        ({}, False),
+        pytest.param({"ddp": True, **sdp(2)}, True, marks=pytest.mark.exhaustive),
+        ({"ddp": True, **sdp(2), **OFFLOAD}, True),
+    ],
+    ids=["plain", "sharded", "offloaded"],
+)
+def test_the_memory_of_the_process_is_near_the_prediction(
+    config: dict[str, Any], checkpoints: bool
+) -> None:
+    config = {"microbatches": 2, "sdp_reduce_bucket_size": 2**20, **config}
+    layout = "2" if checkpoints else "1"
+    for found in check_ranks(process_memory, layout, config, checkpoints, timeout=100):
+        for process, predicted in found:
+            assert 0.9 * predicted <= process <= 1.1 * predicted, found
 
 
 # --- what can go wrong ----------------------------------------------------------------------------

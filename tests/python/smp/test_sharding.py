@@ -10,8 +10,10 @@ import copy
 import functools
 import gc
 import io
+import itertools
 import os
 import random
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +26,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import arrive, await_ranks, check_ranks, listen, reserved_port, rotating, run_ranks
 from smp import test_random_models
+from smp.census import Census
 from smp.zoo import ZOO, arguments, batch_of, device, make, train_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.checkpoint import safetensors
 from smddp.modelparallel.optimizer.distributed_optimizer import FP16_STATES
 from smddp.modelparallel.sharding.gathers import Gathers
 from smddp_smp.errors import (
@@ -109,8 +113,10 @@ def sharded(config: dict[str, Any], names: list[str], passes: int = 1) -> dict[s
             batch = [tensor.to(device()) for tensor in batch_of(name, step, smp.dp_rank())]
             output = train_step(model, name, *batch)
             losses.append(float(output.reduce_mean()))
-            # No step but the first of all has had to be compared, and none was run twice.
-            assert model.runtime.steps == step + 1 or smp.pp_size() > 1
+            # No step but the first of all has had to be compared, and none was run twice, but for
+            # the first one of a model that gives parameters several gradients.
+            twice = int(name == "checkpointed" and bool(model.runtime.sharding.entries))
+            assert model.runtime.steps == step + 1 + twice or smp.pp_size() > 1
             if step % passes == passes - 1:
                 optimizer.step()
                 norms.append(float(optimizer._global_grad_norm))
@@ -374,12 +380,12 @@ class Watched(nn.Module):
         return x
 
 
-def memory(limit: int) -> Any:
+def memory(degree: int, limit: int) -> Any:
     smp.init(
         {
             "ddp": True,
             "microbatches": 2,
-            "sharded_data_parallel_degree": 2,
+            "sharded_data_parallel_degree": degree,
             "sdp_param_persistence_threshold": WIDTH + 1,
             "sdp_max_live_parameters": limit,
         }
@@ -398,22 +404,27 @@ def memory(limit: int) -> Any:
     rest = sum(p.untyped_storage().nbytes() for p in net.parameters())
     kept = [p.ds_tensor.untyped_storage().nbytes() for p in net.parameters() if p.dim() == 2]
     states = [t.numel() for own in optimizer.state.values() for t in own.values() if t.dim()]
-    return rest, kept, max(net.seen), peaks, sum(states)
+    storages = [p.grad.untyped_storage() for p in net.parameters() if p.dim() == 2]
+    gradients = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+    return rest, kept, gradients, max(net.seen), peaks, sum(states)
 
 
+@pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_rank_keeps_its_share(ahead: bool) -> None:
+def test_a_rank_keeps_its_share(ahead: bool, degree: int) -> None:
     weight = WIDTH * WIDTH
     limit = 3 * weight if ahead else weight
-    for rest, kept, seen, peaks, states in check_ranks(memory, "2", limit):
+    found = check_ranks(memory, str(degree), degree, limit)
+    for rest, kept, gradients, seen, peaks, states in found:
         # The element that stands for each weight, and the biases.
         assert rest == DEPTH * 4 + DEPTH * WIDTH * 4
-        assert kept == [weight // 2 * 4] * DEPTH
+        assert kept == [weight // degree * 4] * DEPTH
+        assert gradients == DEPTH * weight // degree * 4
         # No layer runs in another, so only what was gathered ahead comes to the layer's own.
         assert seen == weight
         # In the first step nobody knows what to gather ahead.
         assert peaks == ([weight, 3 * weight, 3 * weight] if ahead else [weight] * 3)
-        assert states == 2 * DEPTH * (weight // 2 + WIDTH)
+        assert states == 2 * DEPTH * (weight // degree + WIDTH)
 
 
 def gathers_ahead() -> list[tuple[int, int]]:
@@ -644,6 +655,63 @@ def test_failures_at_random_moments(partitions: int) -> None:
     for replica, told, state in found:
         assert told == [(step, True) for step, one in enumerate(failures) if one is not None]
         check_state(state, model.state_dict(), False, True, f"replica {replica}")
+
+
+def memory_is_short(partitions: int, always: bool, moment: int) -> tuple[list[str], float]:
+    """Lets allocations of rank 0 fail in the second step: one, or all from a moment on.
+
+    Returns:
+        What the steps have raised here, and how many seconds the second one took.
+    """
+    smp.init(
+        {
+            "ddp": True,
+            "partitions": partitions,
+            "microbatches": 2,
+            "sharded_data_parallel_degree": 2,
+            "sdp_param_persistence_threshold": THRESHOLD,
+        }
+    )
+    model = smp.DistributedModel(nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]))
+    x, raised, took = torch.ones(4, 8), [], 0.0
+    empty = torch.empty
+    for step in range(4):
+        count = itertools.count()
+
+        def short(*sizes: Any, step: int = step, count: Any = count, **options: Any) -> Tensor:
+            here = sys._getframe(1).f_code.co_filename.endswith("sharding/gathers.py")
+            if here and options.get("dtype") == torch.float32 and step == 1 and smp.rank() == 0:
+                number = next(count)
+                if number == moment or (always and number > moment):
+                    raise RuntimeError("can't allocate memory")
+            return empty(*sizes, **options)
+
+        torch.empty = short  # type: ignore[assignment]
+        began = time.monotonic()
+        try:
+            squares(model, x)
+            raised.append("")
+        except SMPError as error:
+            raised.append(str(error))
+        if step == 1:
+            took = time.monotonic() - began
+    return raised, took
+
+
+@pytest.mark.parametrize("moment", [0, 3, 7])
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_no_rank_waits_for_one_without_memory(partitions: int, always: bool, moment: int) -> None:
+    for raised, took in check_ranks(
+        memory_is_short, str(2 * partitions), partitions, always, moment
+    ):
+        first, second, third, fourth = raised
+        assert not first
+        assert "can't allocate memory" in second
+        assert took < 20
+        if not always:
+            assert not third + fourth
+        assert bool(third) == bool(fourth)
 
 
 class Skips(nn.Module):
@@ -1216,6 +1284,52 @@ def test_checkpoints_load_at_any_degree(tmp_path: Path, half: str) -> None:
                             atol=tolerance,
                             msg=lambda m, at=f"{where}, {name}": f"{at}: {m}",
                         )
+
+
+SAVED_LAYERS = 16
+
+
+def saving_one_by_one(config: dict[str, Any], path: str) -> tuple[int, int]:
+    """Returns the bytes of what lives here, and the peak of tensors while the whole is saved."""
+    smp.init({"ddp": True, "microbatches": 1, "sdp_param_persistence_threshold": 200, **config})
+    net = nn.Sequential(*(nn.Linear(150, 150) for _ in range(SAVED_LAYERS)))
+    if config.get("tensor_parallel_degree"):
+        for layer in net:
+            smp.set_tensor_parallelism(layer)
+    model = smp.DistributedModel(net)
+    squares(model, torch.ones(8, 150))
+    gc.collect()
+    Census.storages.clear()
+    Census.peak = 0
+    with Census():
+        smp.save_checkpoint(path, "model.safetensors.index.json", False, model)
+    mine = sum(p.nbytes for p in model.runtime.optimised())
+    return mine, Census.peak
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [
+        ("4", {"sharded_data_parallel_degree": 4}),
+        ("4", {"sharded_data_parallel_degree": 2, "partitions": 2}),
+        ("2", {"tensor_parallel_degree": 2}),
+    ],
+    ids=["sharding", "partitions", "tensor parallelism"],
+)
+def test_a_rank_that_saves_the_whole_has_one_whole_parameter_at_a_time(
+    tmp_path: Path, ranks: str, config: dict[str, Any]
+) -> None:
+    weight = 150 * 150 * 4
+    for mine, peak in check_ranks(saving_one_by_one, ranks, config, str(tmp_path)):
+        # To unite what tensor parallelism divides takes its parts, and the whole.
+        copies = 2 if "tensor_parallel_degree" in config else 1
+        assert peak < mine + copies * weight + 2**14, (mine, peak)
+        assert mine + copies * weight < SAVED_LAYERS * weight
+    found: dict[str, Tensor] = {}
+    for file in sorted(tmp_path.glob("model-*.safetensors")):
+        found |= safetensors.read(file)
+    assert len(found) == 2 * SAVED_LAYERS
+    assert all(t.shape == ((150, 150) if "weight" in n else (150,)) for n, t in found.items())
 
 
 @smp.step

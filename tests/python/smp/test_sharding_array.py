@@ -27,8 +27,6 @@ pytestmark = pytest.mark.multiprocess
 MICROBATCHES, STEPS, THRESHOLD = 2, 5, 20
 # The control flow of this model differs between replicas, which is refused.
 MODELS = [name for name in ZOO if name != "mixture of experts"]
-# Their modules give each other tensors that are not contiguous.
-STRIDED = ["recurrent"]
 # Name -> ranks, replicas, degree, partitions.
 LAYOUTS = {
     "sdp2": (2, 2, 2, 1),
@@ -233,17 +231,15 @@ def compare(row: Row, by_rank: list[Any], expected: tuple[list[float], dict[str,
     numbers have one sum; more are added in the order of ranks, in fp32 if they are in half
     precision, and rounded once (csrc/reduction/reduce.h); microbatches are added in their order.
     Only autograd's order of several uses in one microbatch is another one if the uses are on
-    several ranks. And a tensor is contiguous when it comes from another rank, whatever its strides
-    were; kernels for half precision then round otherwise. Then fp32 differs by its rounding, and
-    half precision by two units in the last place: one of the gradient's, and one of the weight to
-    which the master is rounded.
+    several ranks. Then fp32 differs by its rounding, and half precision by two units in the last
+    place: one of the gradient's, and one of the weight to which the master is rounded.
     """
     losses, state = expected
     assert any(found[2] for found in by_rank), f"nothing is sharded: {row}"
     moved = any(found[3] for found in by_rank)
     assert moved == (row[3] == "checkpoints and offload"), f"moved: {moved}, {row}"
     partitions, dtype = LAYOUTS[row[1]][3], DTYPES[row[2]]
-    exact = ZOO[row[0]].exact and (dtype == torch.float32 or row[0] not in STRIDED)
+    exact = ZOO[row[0]].exact
     relative = 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     tolerance = 0.0 if exact or partitions == 1 else relative
     for rank, (ours, values, *_) in enumerate(by_rank):
