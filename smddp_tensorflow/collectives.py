@@ -164,7 +164,7 @@ def _take_turn(number: int, count: int) -> None:
     _turns[count] = job.group(), (number + 1) % count
 
 
-# --- gradients, of a sum over ranks: each rank has a part of what is differentiated ----------------
+# --- gradients, of the sum over ranks of what each of them differentiates -------------------------
 
 
 def _sum_of_gradients(gradients: Sequence[Any], op: ReduceOp, count: int = 0) -> list[Any]:
@@ -278,7 +278,9 @@ def broadcast(tensor: Any, root_rank: int) -> tf.Tensor:
         # A copy that can be written to; TensorFlow gives numbers for tensors without dimensions.
         return group.broadcast(np.array(array), root_rank)
 
-    return _through_numpy(call, lambda gradient: _gradient_of_broadcast(gradient, root_rank), tensor)
+    return _through_numpy(
+        call, lambda gradient: _gradient_of_broadcast(gradient, root_rank), tensor
+    )
 
 
 def is_v1_graph() -> bool:

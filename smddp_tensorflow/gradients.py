@@ -125,8 +125,8 @@ class DistributedGradientTape:
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
         """Returns the gradients as the tape does, averaged over ranks.
 
-        That of a trainable variable which the target does not use is zeros, and not None: on another
-        rank the target may use it.
+        That of a trainable variable which the target does not use is zeros, and not None: on
+        another rank the target may use it.
         """
         found = self._tape.gradient(target, sources, output_gradients)
         flat = tf.nest.flatten(found), tf.nest.flatten(sources)

@@ -480,13 +480,15 @@ class AllReduce final : public AllReduceInOrder {
 
   // Eager code calls this, on the thread that would have to make the calls with smaller numbers.
   void Compute(OpKernelContext* context) override {
-    OP_REQUIRES(context, order_->isNext(number_),
-                absl::InvalidArgumentError(
-                    "smddp: allreduce: it is not the turn of number " + std::to_string(number_) +
-                    " of " + std::to_string(count_) +
-                    ": eager code makes the calls of a step in the order of their numbers, once "
-                    "each; only inside tf.function any order will do"));
-    AsyncOpKernel::Compute(context);
+    if (order_->isNext(number_)) {
+      AsyncOpKernel::Compute(context);
+    } else {
+      context->SetStatus(absl::InvalidArgumentError(
+          "smddp: allreduce: it is not the turn of number " + std::to_string(number_) + " of " +
+          std::to_string(count_) +
+          ": eager code makes the calls of a step in the order of their numbers, once each; only "
+          "inside tf.function any order will do"));
+    }
   }
 
  private:
