@@ -20,7 +20,7 @@ def error_of(call: Any, *args: Any) -> str:
     """Returns class and text of the error that a call raises."""
     try:
         call(*args)
-    except (tf.errors.OpError, ValueError, LookupError) as error:
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
