@@ -76,6 +76,7 @@ def _through_numpy(
 ) -> tf.Tensor:
     """Runs a call on an array; stateful, so TensorFlow keeps the order of the program."""
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def run(array: Any) -> Any:
         with interrupts.waiting():
             return call(np.asarray(array))

@@ -7,6 +7,7 @@ the number of a signal to a file at once; a thread reads it there, and ends the 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import threading
@@ -101,6 +102,17 @@ class Watch:
             if started == ended:
                 return
             if ended == before:
+                _interrupt_again()
                 self._abort("a wait was interrupted")
                 return
             before = ended
+
+
+def _interrupt_again() -> None:
+    """Lets the main thread see Ctrl-C twice when it runs Python again.
+
+    The first time is in the constructor of TensorFlow's error for the operation that was ended;
+    its caller, in C++, makes a RuntimeError of the KeyboardInterrupt.
+    """
+    again = ctypes.cast(ctypes.pythonapi.PyErr_SetInterruptEx, ctypes.c_void_p)
+    ctypes.pythonapi.Py_AddPendingCall(again, ctypes.c_void_p(signal.SIGINT))
