@@ -19,8 +19,13 @@ import pytest
 def error_of(call: Any, *args: Any) -> str:
     """Returns class and text of the error that a call raises."""
     try:
-        call(*args)
-    except Exception as error:
+        try:
+            call(*args)
+        except RuntimeError:
+            for _ in range(3):
+                time.sleep(0.01)  # Python looks at signals
+            raise
+    except (Exception, KeyboardInterrupt) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -190,7 +195,7 @@ def interrupted(how: str) -> float | None:
     function(tf.ones(2)), eager(tf.ones(2))
     if sdp.rank() == 1:
         time.sleep(6)
-        with contextlib.suppress(tf.errors.OpError):
+        with contextlib.suppress(Exception):
             eager(tf.ones(2))
         return None
     sent: list[float] = []
@@ -201,11 +206,7 @@ def interrupted(how: str) -> float | None:
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=send).start()
-    with pytest.raises(KeyboardInterrupt):
-        try:
-            (eager if how == "eager" else function)(tf.ones(2))
-        except RuntimeError:
-            time.sleep(1)
+    assert error_of(eager if how == "eager" else function, tf.ones(2)) == "KeyboardInterrupt: "
     if how == "fd":
         assert signal.SIGINT in os.read(reader, 10)
     return time.monotonic() - sent[0]
