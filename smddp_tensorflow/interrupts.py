@@ -103,7 +103,7 @@ class Watch:
                 return
             if ended == before:
                 _interrupt_again()
-                self._abort("a wait was interrupted")
+                self._abort("smddp: a wait was interrupted")
                 return
             before = ended
 

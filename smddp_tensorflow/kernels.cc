@@ -61,7 +61,8 @@ absl::Status typeOf(DataType type, smddp_type* found) {
 
 absl::Status hasLeft() {
   return absl::FailedPreconditionError(
-      "smddp: this rank has left the job in which the operation was made: make it again after init()");
+      "smddp: this rank has left the job in which the operation was made: make it again after "
+      "init()");
 }
 
 class Group;
@@ -86,8 +87,8 @@ class Order : public std::enable_shared_from_this<Order> {
     auto* cancellation = context->cancellation_manager();
     const auto token = cancellation ? cancellation->get_cancellation_token() : 0;
     if (cancellation) {
-      cancellation->RegisterCallback(
-          token, [self = shared_from_this(), token] { self->cancel(token); });
+      cancellation->RegisterCallback(token,
+                                     [self = shared_from_this(), token] { self->cancel(token); });
     }
     const auto wait = std::chrono::duration<double>(seconds);
     const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(wait);
@@ -314,7 +315,7 @@ class Group : public std::enable_shared_from_this<Group> {
 
   const int size_;
   std::mutex mutex_;
-  smddp_group* handle_;  // null after it was left
+  smddp_group* handle_;                           // null after it was left
   std::map<int, std::shared_ptr<Order>> orders_;  // by count
 };
 
