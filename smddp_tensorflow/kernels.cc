@@ -87,8 +87,9 @@ class Order : public std::enable_shared_from_this<Order> {
     auto* cancellation = context->cancellation_manager();
     const auto token = cancellation ? cancellation->get_cancellation_token() : 0;
     if (cancellation) {
-      cancellation->RegisterCallback(token,
-                                     [self = shared_from_this(), token] { self->cancel(token); });
+      cancellation->RegisterCallback(token, [self = shared_from_this(), cancellation, token] {
+        self->cancel(cancellation, token);
+      });
     }
     const auto wait = std::chrono::duration<double>(seconds);
     const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(wait);
@@ -109,7 +110,7 @@ class Order : public std::enable_shared_from_this<Order> {
     }
     if (!broken.ok()) return entry.end(broken);
     if (mustRun) return run(env);
-    if (isCancelled) cancel(token);
+    if (isCancelled) cancel(cancellation, token);
   }
 
   // Ends what waits, and lets what comes later fail.
@@ -194,12 +195,16 @@ class Order : public std::enable_shared_from_this<Order> {
     if (!missing.empty()) giveUp(absl::DeadlineExceededError(missing));
   }
 
-  void cancel(tensorflow::CancellationToken token) {
+  void cancel(const tensorflow::CancellationManager* cancellation,
+              tensorflow::CancellationToken token) {
     std::string missing;
     {
       const std::lock_guard lock(mutex_);
       for (const auto& [number, entry] : waiting_) {
-        if (entry.cancellation && entry.token == token) missing = missingBefore(number);
+        // Each of them counts its tokens from the beginning.
+        if (entry.cancellation == cancellation && entry.token == token) {
+          missing = missingBefore(number);
+        }
       }
     }
     if (!missing.empty()) {

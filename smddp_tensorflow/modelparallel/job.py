@@ -174,7 +174,8 @@ def shutdown() -> None:
         _at_shutdown.pop()()
     job, _job = _job, None
     for kind in ("channel", "dp", "pp"):
-        base.groups.remove(job.groups[kind])
+        if job.groups[kind] in base.groups:  # else the process has left the job before
+            base.groups.remove(job.groups[kind])
         job.groups[kind].leave()
 
 
