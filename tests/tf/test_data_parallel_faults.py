@@ -62,10 +62,19 @@ def constants() -> None:
         (gradient,) = tape.gradient(loss, [weight])
         return sdp.allreduce(gradient, 0, 1, op=sdp.ReduceOp.SUM)
 
+    from smddp_tensorflow import job
+
+    operations = job.operations()
+    assert operations is not None
+    begun = operations.kernels.library.smddp_tensorflow_begun
     for _ in range(3):
+        before = begun()
         assert [float(one[0]) for one in folded()] == [ranks] * 3
+        assert begun() - before == 3
         assert float(dropped(tf.constant([me + 1.0]))[0]) == ranks
+        assert begun() - before == 5
         assert linear().numpy().tolist() == [ranks, ranks]
+        assert begun() - before == 6
     for number in (1, 0):
         found = error_of(sdp.allreduce, tf.ones(2), number, 2)
         assert ("it is not the turn of number 1 of 2" in found) == (number == 1), found
