@@ -63,15 +63,23 @@ def shard(dataset: tf.data.Dataset, *, drop_remainder: bool = True) -> tf.data.D
             make equally many steps.
     """
     group = job.group()
-    if drop_remainder:
-        size = int(dataset.cardinality())
-        if size > 0:
-            dataset = dataset.take(size // group.size * group.size)
-    return dataset.shard(group.size, group.rank)
+    size = int(dataset.cardinality())
+    if not drop_remainder or size == tf.data.INFINITE_CARDINALITY:
+        return dataset.shard(group.size, group.rank)
+    if size != tf.data.UNKNOWN_CARDINALITY:
+        return dataset.take(size // group.size * group.size).shard(group.size, group.rank)
+
+    def mine(*parts: Any) -> tf.data.Dataset:
+        # A window has a dataset for each component of the elements.
+        is_tuple = isinstance(dataset.element_spec, tuple)
+        whole = tf.data.Dataset.zip(parts if is_tuple else parts[0])
+        return whole.skip(group.rank).take(1)
+
+    return dataset.window(group.size, drop_remainder=True).flat_map(mine)
 
 
-def broadcast_global_variables(root_rank: int) -> None:
-    """Does what `broadcast_variables` does, for the global variables of a graph of TensorFlow 1.
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Returns an operation that gives a graph's global variables the values of one rank.
 
     Raises:
         RuntimeError: in eager code, where there are none.
@@ -80,7 +88,7 @@ def broadcast_global_variables(root_rank: int) -> None:
         raise RuntimeError(
             "smddp: eager code has no global variables: use broadcast_variables(variables, root)"
         )
-    broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
@@ -94,18 +102,13 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
     def __init__(self, root_rank: int, device: str = "") -> None:
         super().__init__()
         self._root = root_rank
-        self._operations: list[Any] = []
+        self._operation: Any = None
 
     def begin(self) -> None:
-        """Adds the operations to the graph."""
-        from smddp_tensorflow.collectives import broadcast
-
+        """Adds the operation to the graph."""
         with tf.control_dependencies(None):
-            for variable in tf.compat.v1.global_variables():
-                with tf.control_dependencies(self._operations[-1:]):
-                    value = broadcast(tf.convert_to_tensor(variable), self._root)
-                    self._operations.append(variable.assign(value))
+            self._operation = broadcast_global_variables(self._root)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Runs them."""
-        session.run(self._operations)
+        """Runs it."""
+        session.run(self._operation)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 import smddp_numpy
-from smddp_tensorflow import job, kernels
+from smddp_tensorflow import interrupts, job
 
 __all__ = [
     "Compression",
@@ -71,14 +71,25 @@ class Compression:
     fp16 = _Half
 
 
-def _through_numpy(call: Any, given: Any, shape: Any = None) -> tf.Tensor:
+def _through_numpy(
+    call: Callable[[Any], Any], backward: Callable[[Any], Any], given: Any, shape: Any = None
+) -> tf.Tensor:
     """Runs a call on an array; stateful, so TensorFlow keeps the order of the program."""
-    tensor = tf.convert_to_tensor(given)
-    if tf.executing_eagerly():
-        return tf.convert_to_tensor(call(np.asarray(tensor.numpy())))
-    result = tf.numpy_function(call, [tensor], tensor.dtype)
-    result.set_shape(tensor.shape if shape is None else shape)
-    return result
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def run(array: Any) -> Any:
+        with interrupts.waiting():
+            return call(np.asarray(array))
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def differentiable(tensor: Any) -> Any:
+        if tf.executing_eagerly():
+            return tf.convert_to_tensor(run(tensor.numpy())), backward
+        result = tf.numpy_function(run, [tensor], tensor.dtype)
+        result.set_shape(tensor.shape if shape is None else shape)
+        return result, backward
+
+    return differentiable(tf.convert_to_tensor(given))
 
 
 def _check(tensors: Sequence[Any], op: Any) -> None:
@@ -106,7 +117,8 @@ def allreduce_all(
         compression: what travels.
         number: the place of this call among those that a step makes, with `count`.
         count: how many such calls a step makes. They begin in the order of their numbers, although
-            a graph may run them in another one. 0: the order of the program counts.
+            a graph may run them in another one; eager code must not. 0: the order of the program
+            counts.
     """
     _check(tensors, op)
     sent = [compression.compress(tensor) for tensor in tensors]
@@ -118,20 +130,80 @@ def allreduce_all(
 
 
 def _reduced(tensors: list[Any], op: ReduceOp, number: int, count: int) -> list[tf.Tensor]:
-    operations = kernels.load()
+    operations = job.operations()
     if operations is None:
         group = job.group()
 
         def call(array: np.ndarray[Any, Any]) -> Any:
+            if count:
+                _take_turn(number, count)
             return group.allreduce(array, op=op.value)
 
-        return [_through_numpy(call, tensor) for tensor in tensors]
+        def backward(gradient: Any) -> Any:
+            return _sum_of_gradients([gradient], op, count)[0]
+
+        return [_through_numpy(call, backward, tensor) for tensor in tensors]
+    call_of = operations.kernels.operations
     if count:
-        handle = job.numbered_group()._use().value
-        return list(
-            operations.smddp_allreduce(tensors, handle, op.value, number, count, job.timeout())
+        group_and_op = operations.numbered, op.value
+        return list(call_of.smddp_allreduce(tensors, *group_and_op, number, count, job.timeout()))
+    return list(call_of.smddp_allreduce_in_order(tensors, operations.program, op.value))
+
+
+# By how many calls a step makes: the group for which the number counts, and the next one.
+_turns: dict[int, tuple[smddp_numpy.Group, int]] = {}
+
+
+def _take_turn(number: int, count: int) -> None:
+    group, turn = _turns.get(count, (None, 0))
+    turn = turn if group is job.group() else 0
+    if number != turn:
+        raise ValueError(
+            f"smddp: allreduce: it is not the turn of number {number} of {count}: without compiled "
+            "operations, calls of a step come in the order of their numbers, once each"
         )
-    return list(operations.smddp_allreduce_in_order(tensors, job.group()._use().value, op.value))
+    _turns[count] = job.group(), (number + 1) % count
+
+
+# --- gradients, of the sum over ranks of what each of them differentiates -------------------------
+
+
+def _sum_of_gradients(gradients: Sequence[Any], op: ReduceOp, count: int = 0) -> list[Any]:
+    if count:
+        raise LookupError("smddp: allreduce has no gradient: use oob_allreduce")
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise LookupError(f"smddp: {op} has no gradient")
+    return _reduced(list(gradients), op, 0, 0)
+
+
+def _gradient_of_broadcast(gradient: Any, root: int) -> Any:
+    (total,) = _reduced([gradient], ReduceOp.SUM, 0, 0)
+    return total if job.rank() == root else tf.zeros_like(total)
+
+
+def _gradient_of_allgather(gradient: Any) -> Any:
+    return _reduced([gradient], ReduceOp.SUM, 0, 0)[0][job.rank()]
+
+
+@tf.RegisterGradient("SmddpAllreduceInOrder")  # type: ignore[untyped-decorator]
+def _(operation: Any, *gradients: Any) -> list[Any]:
+    kind = ReduceOp(smddp_numpy.Op(operation.get_attr("op")))
+    return _sum_of_gradients(gradients, kind)
+
+
+@tf.RegisterGradient("SmddpAllreduce")  # type: ignore[untyped-decorator]
+def _(operation: Any, *gradients: Any) -> list[Any]:
+    return _sum_of_gradients(gradients, ReduceOp.SUM, operation.get_attr("count"))
+
+
+@tf.RegisterGradient("SmddpBroadcast")  # type: ignore[untyped-decorator]
+def _(operation: Any, gradient: Any) -> Any:
+    return _gradient_of_broadcast(gradient, operation.get_attr("root"))
+
+
+@tf.RegisterGradient("SmddpAllgather")  # type: ignore[untyped-decorator]
+def _(operation: Any, gradient: Any) -> Any:
+    return _gradient_of_allgather(gradient)
 
 
 def allreduce(
@@ -145,7 +217,8 @@ def allreduce(
 
     Args:
         tensor: of one shape and type on all ranks.
-        param_index: its number among them. Every step reduces each number once.
+        param_index: its number among them. Every step reduces each number once: inside
+            `tf.function` in any order, in eager code in the order of the numbers.
         num_params: how many there are.
         compression: what travels.
         op: how.
@@ -154,6 +227,9 @@ def allreduce(
         ValueError: the number is not among them, or `op` is no ReduceOp.
         TypeError: the tensor is sparse, or of a type that cannot be communicated. For the latter,
             eager code raises tf.errors.InvalidArgumentError instead.
+        tf.errors.InvalidArgumentError: in eager code, it is not the turn of the number.
+        tf.errors.CancelledError, tf.errors.DeadlineExceededError: an operation with a smaller
+            number has not come. No rank can reduce numbers of gradients any more.
     """
     if not 0 <= param_index < num_params:
         raise ValueError(f"smddp: param_index {param_index} is not in 0 to {num_params - 1}")
@@ -177,12 +253,12 @@ def oob_allreduce(
 
 def allgather(tensor: Any) -> tf.Tensor:
     """Returns the tensors of all ranks, of one shape, one after the other: [ranks, ...]."""
-    group = job.group()
-    operations = kernels.load()
+    operations = job.operations()
     if operations is not None:
-        return operations.smddp_allgather(tensor, group._use().value)
-    value = tf.convert_to_tensor(tensor)
-    return _through_numpy(group.allgather, value, [group.size, *value.shape])
+        return operations.kernels.operations.smddp_allgather(tensor, operations.program)
+    group, value = job.group(), tf.convert_to_tensor(tensor)
+    shape = None if value.shape.rank is None else [group.size, *value.shape]
+    return _through_numpy(group.allgather, _gradient_of_allgather, value, shape)
 
 
 def broadcast(tensor: Any, root_rank: int) -> tf.Tensor:
@@ -194,27 +270,44 @@ def broadcast(tensor: Any, root_rank: int) -> tf.Tensor:
     group = job.group()
     if not 0 <= root_rank < group.size:
         raise ValueError(f"smddp: root_rank {root_rank} is no rank of {group.size}")
-    operations = kernels.load()
+    operations = job.operations()
     if operations is not None:
-        return operations.smddp_broadcast(tensor, group._use().value, root_rank)
+        call_of = operations.kernels.operations
+        return call_of.smddp_broadcast(tensor, operations.program, root_rank)
 
     def call(array: np.ndarray[Any, Any]) -> Any:
         # A copy that can be written to; TensorFlow gives numbers for tensors without dimensions.
         return group.broadcast(np.array(array), root_rank)
 
-    return _through_numpy(call, tensor)
+    return _through_numpy(
+        call, lambda gradient: _gradient_of_broadcast(gradient, root_rank), tensor
+    )
 
 
-def broadcast_variables(variables: Any, root_rank: int) -> None:
+def is_v1_graph() -> bool:
+    """Returns whether operations go to a graph that does not keep the order of the program."""
+    graph = tf.compat.v1.get_default_graph
+    return not tf.executing_eagerly() and not graph().building_function
+
+
+def broadcast_variables(variables: Any, root_rank: int) -> Any:
     """Gives variables, of tf or Keras, the values that they have on rank `root_rank`.
 
     Args:
         variables: the same ones, in the same order, on all ranks.
         root_rank: a rank.
+
+    Returns:
+        In a graph of TensorFlow 1 the operation that does it; else None.
     """
+    made: list[Any] = []
     for variable in variables:
         if variable.dtype not in (tf.string, "string"):
-            variable.assign(broadcast(tf.convert_to_tensor(variable), root_rank))
+            # A graph of TensorFlow 1 would run them in any order.
+            with tf.control_dependencies(made[-1:] if is_v1_graph() else []):
+                value = broadcast(tf.convert_to_tensor(variable), root_rank)
+                made.append(variable.assign(value))
+    return tf.group(made) if is_v1_graph() else None
 
 
 def overlap(tensor: Any) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from smddp_tensorflow.collectives import Compression, ReduceOp, allreduce_all
+from smddp_tensorflow.collectives import Compression, ReduceOp, allreduce_all, is_v1_graph
 
 __all__ = ["DistributedGradientTape", "DistributedOptimizer", "averaged"]
 
@@ -20,16 +21,24 @@ def _refuse_devices(device_dense: str, device_sparse: str) -> None:
             raise ValueError(f"smddp: {name} is not supported: leave it out")
 
 
-def _dense(gradient: Any) -> Any:
-    """Returns a tensor: rows of an embedding differ between ranks, so they cannot be added."""
-    return tf.convert_to_tensor(gradient)
+def _dense(gradient: Any, variable: Any) -> Any:
+    """Returns a tensor: rows of an embedding differ between ranks, so they cannot be added.
+
+    A variable that the loss of this rank does not use gets zeros: that of another rank may use it.
+    """
+    if gradient is not None:
+        return tf.convert_to_tensor(gradient)
+    if getattr(variable, "trainable", False):
+        return tf.zeros(variable.shape, variable.dtype)
+    return None
 
 
 def averaged(
     gradients: Sequence[Any],
+    variables: Sequence[Any],
     op: ReduceOp = ReduceOp.AVERAGE,
     compression: Any = Compression.none,
-    bucket_cap_mb: int = _BUCKET,
+    bucket_cap_mb: float = _BUCKET,
 ) -> list[Any]:
     """Combines gradients over ranks.
 
@@ -38,20 +47,24 @@ def averaged(
     are those of the last layers, where the backward pass begins.
 
     Args:
-        gradients: tensors, sparse ones, or None, in the same places on all ranks.
+        gradients: tensors, sparse ones, or None.
+        variables: to which they belong, or other tensors; the same ones on all ranks.
         op: how.
         compression: what travels.
         bucket_cap_mb: size of a bucket in MiB.
     """
-    results = [None if one is None else _dense(one) for one in gradients]
+    results = list(map(_dense, gradients, variables))
     places = [i for i, one in enumerate(results) if one is not None]
     if not places:
         return results
     buckets = [places]
     if not tf.executing_eagerly():
-        buckets = _buckets(results, places, bucket_cap_mb << 20)
+        buckets = _buckets(results, places, int(bucket_cap_mb * 2**20))
+    made: list[Any] = []
     for bucket in buckets:
-        made = allreduce_all([results[i] for i in bucket], op, compression)
+        # A graph of TensorFlow 1 would run them in any order.
+        with tf.control_dependencies(made[-1:] if is_v1_graph() else []):
+            made = allreduce_all([results[i] for i in bucket], op, compression)
         for i, value in zip(bucket, made, strict=True):
             results[i] = value
     return results
@@ -110,10 +123,14 @@ class DistributedGradientTape:
         return getattr(self._tape, name)
 
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
-        """Returns the gradients as the tape does, averaged over ranks."""
+        """Returns the gradients as the tape does, averaged over ranks.
+
+        That of a trainable variable which the target does not use is zeros, and not None: on
+        another rank the target may use it.
+        """
         found = self._tape.gradient(target, sources, output_gradients)
-        flat = tf.nest.flatten(found)
-        return tf.nest.pack_sequence_as(found, averaged(flat, self._op, self._compression))
+        flat = tf.nest.flatten(found), tf.nest.flatten(sources)
+        return tf.nest.pack_sequence_as(found, averaged(*flat, self._op, self._compression))
 
 
 def DistributedOptimizer(  # noqa: N802
@@ -125,7 +142,7 @@ def DistributedOptimizer(  # noqa: N802
     compression: Any = Compression.none,
     sparse_as_dense: bool = True,
     op: ReduceOp = ReduceOp.AVERAGE,
-    bucket_cap_mb: int = _BUCKET,
+    bucket_cap_mb: float = _BUCKET,
 ) -> Any:
     """Makes an optimizer average gradients over ranks before it applies them; returns it.
 
@@ -134,6 +151,8 @@ def DistributedOptimizer(  # noqa: N802
 
     Args:
         optimizer: of Keras 3 or of tf_keras. It stays the same object, of a subclass of its class.
+            A LossScaleOptimizer that is put around it, as `compile` does with mixed_float16,
+            averages in its place, so that all ranks skip the same steps.
         name: accepted.
         use_locking: accepted.
         device_dense: must be empty.
@@ -151,25 +170,39 @@ def DistributedOptimizer(  # noqa: N802
     _refuse_devices(device_dense, device_sparse)
     if bucket_cap_mb <= 0:
         raise ValueError(f"smddp: bucket_cap_mb is {bucket_cap_mb}; it must be more than 0")
-    kind = type(optimizer)
-    if getattr(kind, "_averages_over_ranks", False):
+    if _averager_of(optimizer) is not None:
         raise ValueError("smddp: the optimizer is a DistributedOptimizer already")
+    _install_for_loss_scaling()
 
-    def over_ranks(gradients: Sequence[Any]) -> list[Any]:
-        return averaged(gradients, op, compression, bucket_cap_mb)
+    def over_ranks(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        return averaged(gradients, variables, op, compression, bucket_cap_mb)
 
+    return _with_averager(optimizer, over_ranks)
+
+
+_Averager = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+
+
+def _averager_of(optimizer: Any) -> _Averager | None:
+    found: _Averager | None = getattr(type(optimizer), "_over_ranks", None)
+    return found
+
+
+def _with_averager(optimizer: Any, over_ranks: _Averager) -> Any:
+    kind = type(optimizer)
     if hasattr(kind, "apply"):  # Keras 3
 
         def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-            return kind.apply(self, over_ranks(grads), trainable_variables)
+            variables = trainable_variables or self._trainable_variables
+            return kind.apply(self, over_ranks(grads, variables), trainable_variables)
 
         methods: dict[str, Any] = {"apply": apply}
     elif hasattr(kind, "apply_gradients"):
 
         def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
-            made = over_ranks([gradient for gradient, _ in pairs])
             variables = [variable for _, variable in pairs]
+            made = over_ranks([gradient for gradient, _ in pairs], variables)
             return kind.apply_gradients(
                 self, list(zip(made, variables, strict=True)), *args, **kwargs
             )
@@ -177,5 +210,34 @@ def DistributedOptimizer(  # noqa: N802
         methods = {"apply_gradients": apply_gradients}
     else:
         raise TypeError(f"smddp: {kind.__name__} is no optimizer of Keras")
-    optimizer.__class__ = type(kind.__name__, (kind,), {**methods, "_averages_over_ranks": True})
+    methods["_over_ranks"] = staticmethod(over_ranks)
+    # A saved model names the class and its module; whoever loads it needs that of Keras.
+    methods["__module__"] = kind.__module__
+    optimizer.__class__ = type(kind.__name__, (kind,), methods)
     return optimizer
+
+
+@functools.cache
+def _install_for_loss_scaling() -> None:
+    """Lets a LossScaleOptimizer average in place of the optimizer in it.
+
+    Otherwise each rank would look at gradients of its own to decide whether it skips a step.
+    """
+    base = tf.keras.mixed_precision.LossScaleOptimizer
+    # In Keras 2 the class that is made depends on the optimizer.
+    for kind in (base, *base.__subclasses__()):
+        if "__init__" in kind.__dict__:
+            kind.__init__ = _seen_initialize(kind.__init__)
+
+
+def _seen_initialize(initialize: Any) -> Any:
+    @functools.wraps(initialize)
+    def seen(self: Any, inner_optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        over_ranks = _averager_of(inner_optimizer)
+        if over_ranks is not None:
+            inner_optimizer.__class__ = type(inner_optimizer).__base__
+        initialize(self, inner_optimizer, *args, **kwargs)
+        if over_ranks is not None:
+            _with_averager(self, over_ranks)
+
+    return seen

@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import warnings
+from typing import NamedTuple
+
+import numpy as np
 
 import smddp_numpy
+from smddp_tensorflow import interrupts, kernels
 
 __all__ = [
     "group",
+    "groups",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
-    "numbered_group",
+    "operations",
     "rank",
     "shutdown",
     "size",
     "timeout",
 ]
 
-_world: smddp_numpy.Group | None = None
-# The same ranks, for calls whose order is that of their numbers and not that of the program.
-_numbered: smddp_numpy.Group | None = None
+_FIRST = 300.0  # seconds at least that a rank waits for others to compile
+
 _timeout = 0.0
+# That of all ranks first, and those of others that Ctrl-C ends.
+groups: list[smddp_numpy.Group] = []
+_watch: interrupts.Watch | None = None
+
+
+class Operations(NamedTuple):
+    """The operations of kernels.cc in this job.
+
+    Attributes:
+        kernels: what was compiled.
+        program: the number of the group for calls that the program orders.
+        numbered: that of a second group of the same ranks, for calls that their numbers order.
+    """
+
+    kernels: kernels.Kernels
+    program: int
+    numbered: int
+
+
+# None: not known yet. False: collectives run in Python, on all ranks.
+_operations: Operations | bool | None = None
 
 
 def init(timeout: float = 300.0) -> None:
-    """Joins the job that a launcher has started; see `smddp_numpy.init`.
+    """Joins the job that a launcher has started, and compiles operations if that was not done yet.
 
     Args:
         timeout: seconds that this rank waits for the others, here and in each collective.
@@ -35,18 +63,68 @@ def init(timeout: float = 300.0) -> None:
         ValueError: it has been called before, or the environment makes no sense.
         smddp_numpy.Error: the other ranks have not come.
     """
-    global _numbered, _timeout, _world
-    if _world is not None:
+    join(timeout)
+    operations()
+
+
+def join(timeout: float) -> None:
+    """Does what `init` does, without operations; see `smddp_numpy.init`."""
+    global _timeout, _watch
+    if groups:
         raise ValueError(
             "init() called more than once. smdistributed.dataparallel is already initialized."
         )
-    _world, _timeout = smddp_numpy.init(timeout=timeout), timeout
-    _numbered = _world.split(range(_world.size))
+    groups.append(smddp_numpy.init(timeout=timeout))
+    _timeout = timeout
+    _watch = interrupts.Watch(_progress, _abort)
+
+
+def operations() -> Operations | None:
+    """Returns the operations, if all ranks have them. The first time, all ranks call it."""
+    global _operations
+    if _operations is None:
+        world, found = group(), kernels.load()
+        has = world.allgather(np.array(found is not None), timeout=max(_timeout, _FIRST))
+        if found is None or not has.all():
+            if found is not None:
+                warnings.warn(
+                    f"rank(s) {np.flatnonzero(~has).tolist()} have no operations for their "
+                    "TensorFlow, so no rank uses them, which is slower",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            _operations = False
+        else:
+            second = world.split(range(world.size))
+            assert second is not None
+            groups.append(second)
+            add = found.library.smddp_tensorflow_add
+            _operations = Operations(found, add(world._use()), add(second._use()))
+    return _operations if isinstance(_operations, Operations) else None
+
+
+def _progress() -> tuple[int, int]:
+    begun, ended = interrupts.progress()
+    if isinstance(_operations, Operations):
+        library = _operations.kernels.library
+        # In this order, lest more have ended than begun.
+        ended += library.smddp_tensorflow_ended()
+        begun += library.smddp_tensorflow_begun()
+    return begun, ended
+
+
+def _abort(reason: str) -> None:
+    if isinstance(_operations, Operations):
+        for number in _operations[1:]:
+            _operations.kernels.library.smddp_tensorflow_abort(number, reason.encode())
+    for one in groups:
+        with contextlib.suppress(smddp_numpy.Error):
+            one.abort(reason)
 
 
 def is_initialized() -> bool:
     """Returns whether `init` has been called, and `shutdown` has not."""
-    return _world is not None
+    return bool(groups)
 
 
 def group() -> smddp_numpy.Group:
@@ -55,9 +133,9 @@ def group() -> smddp_numpy.Group:
     Raises:
         ValueError: `init` has not been called.
     """
-    if _world is None:
+    if not groups:
         raise ValueError("smddp: call init() of smdistributed.dataparallel.tensorflow first")
-    return _world
+    return groups[0]
 
 
 def timeout() -> float:
@@ -65,20 +143,17 @@ def timeout() -> float:
     return _timeout
 
 
-def numbered_group() -> smddp_numpy.Group:
-    """Returns a second group of all ranks, for calls that are ordered by their numbers."""
-    group()
-    assert _numbered is not None
-    return _numbered
-
-
 def shutdown() -> None:
     """Leaves the job. It is optional: the end of the process does the same."""
-    global _numbered, _world
-    for left in (_numbered, _world):
-        if left is not None:
-            left.leave()
-    _numbered = _world = None
+    global _operations, _watch
+    if _watch is not None:
+        _watch.close()
+    if isinstance(_operations, Operations):
+        for number in _operations[1:]:
+            _operations.kernels.library.smddp_tensorflow_leave(number)
+    _operations = _watch = None
+    while groups:
+        groups.pop().leave()
 
 
 def rank() -> int:

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "smddp.h"
+#include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -58,25 +59,70 @@ absl::Status typeOf(DataType type, smddp_type* found) {
   return absl::OkStatus();
 }
 
-// Puts the operations of a step in the order of their numbers. A graph runs them in any order, which may differ between
-// ranks.
-class Order {
- public:
-  explicit Order(int count) : count_(count) {}
+absl::Status hasLeft() {
+  return absl::FailedPreconditionError(
+      "smddp: this rank has left the job in which the operation was made: make it again after "
+      "init()");
+}
 
-  // Runs `action` when those with smaller numbers have run; `expired`, with what is missing, if they have not come after
-  // `seconds`. One of them, once.
-  void enter(int number, double seconds, tensorflow::Env* env, std::function<void()> action,
-             std::function<void(const std::string&)> expired) {
+class Group;
+
+// Puts the operations of a step in the order of their numbers. A graph runs them in any order, which may differ between
+// ranks. Once an operation cannot run, all that follow fail: this rank would pair them with other ones of other ranks.
+class Order : public std::enable_shared_from_this<Order> {
+ public:
+  Order(std::weak_ptr<Group> group, int count) : group_(std::move(group)), count_(count) {}
+
+  // Would an operation with this number not have to wait for another one?
+  bool isNext(int number) {
+    const std::lock_guard lock(mutex_);
+    return number == next_ || !broken_.ok();
+  }
+
+  // Runs `action` when those with smaller numbers have run; or `failed`, if they have not come after `seconds`, or the
+  // run of the graph is cancelled, because another operation has failed. One of them, once.
+  void enter(int number, double seconds, OpKernelContext* context, std::function<void()> action,
+             std::function<void(const absl::Status&)> failed) {
+    auto* env = context->env();
+    auto* cancellation = context->cancellation_manager();
+    const auto token = cancellation ? cancellation->get_cancellation_token() : 0;
+    if (cancellation) {
+      cancellation->RegisterCallback(token, [self = shared_from_this(), cancellation, token] {
+        self->cancel(cancellation, token);
+      });
+    }
     const auto wait = std::chrono::duration<double>(seconds);
     const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(wait);
+    const Entry entry{deadline, cancellation, token, std::move(action), std::move(failed)};
+    absl::Status broken;
+    bool mustRun = false, isCancelled = false;
     {
       const std::lock_guard lock(mutex_);
-      waiting_.insert({number, {deadline, std::move(action), std::move(expired)}});
-      if (isRunning_) return;
-      isRunning_ = true;
+      broken = broken_;
+      if (broken.ok()) {
+        waiting_.insert({number, entry});
+        // From now on, without the mutex, the context may be gone. The callback may have come too early.
+        isCancelled = cancellation && cancellation->IsCancelled();
+        mustRun = !isRunning_ && number == next_;
+        isRunning_ = isRunning_ || mustRun;
+        watch(env);
+      }
     }
-    run(env);
+    if (!broken.ok()) return entry.end(broken);
+    if (mustRun) return run(env);
+    if (isCancelled) cancel(cancellation, token);
+  }
+
+  // Ends what waits, and lets what comes later fail.
+  void fail(const absl::Status& status) {
+    Entries ended;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!broken_.ok()) return;
+      broken_ = status;
+      ended.swap(waiting_);
+    }
+    for (const auto& [number, entry] : ended) entry.end(status);
   }
 
  private:
@@ -84,8 +130,19 @@ class Order {
 
   struct Entry {
     Clock::time_point deadline;
+    tensorflow::CancellationManager* cancellation;
+    tensorflow::CancellationToken token;
     std::function<void()> action;
-    std::function<void(const std::string&)> expired;
+    std::function<void(const absl::Status&)> failed;
+
+    void end(const absl::Status& status) const {
+      forget();
+      failed(status);
+    }
+
+    void forget() const {
+      if (cancellation) cancellation->TryDeregisterCallback(token);
+    }
   };
 
   using Entries = std::multimap<int, Entry>;  // by number; those of one number as they came
@@ -104,14 +161,15 @@ class Order {
         }
         next_ = (next_ + 1) % count_;
       }
+      entry.mapped().forget();
       entry.mapped().action();
     }
   }
 
-  // Lets what waits expire. Needs the mutex. A thread of TensorFlow sleeps for this until the first deadline, also if all
-  // goes well meanwhile; so it is one thread, and not one for each operation.
+  // Needs the mutex. A thread of TensorFlow sleeps for this until the first deadline, also if all goes well meanwhile; so
+  // it is one thread, and not one for each operation.
   void watch(tensorflow::Env* env) {
-    if (isWatched_ || waiting_.empty()) return;
+    if (isWatched_ || waiting_.empty() || isRunning_) return;
     isWatched_ = true;
     const auto first =
         std::min_element(waiting_.begin(), waiting_.end(), [](const auto& one, const auto& other) {
@@ -119,53 +177,169 @@ class Order {
         });
     const auto wait =
         std::chrono::ceil<std::chrono::microseconds>(first->second.deadline - Clock::now());
-    env->SchedClosureAfter(std::max<int64_t>(wait.count(), 0), [this, env] { expire(env); });
+    env->SchedClosureAfter(std::max<int64_t>(wait.count(), 0),
+                           [self = shared_from_this(), env] { self->expire(env); });
   }
 
   void expire(tensorflow::Env* env) {
-    Entries late;
-    int missing = 0;
+    std::string missing;
     {
       const std::lock_guard lock(mutex_);
-      const auto now = Clock::now();
-      for (auto at = waiting_.begin(); at != waiting_.end();) {
-        const auto entry = at++;
-        if (entry->second.deadline <= now) late.insert(waiting_.extract(entry));
-      }
-      missing = next_;
       isWatched_ = false;
-      watch(env);
+      const auto now = Clock::now();
+      for (const auto& [number, entry] : waiting_) {
+        if (entry.deadline <= now) missing = missingBefore(number);
+      }
+      if (missing.empty()) watch(env);
     }
-    for (const auto& [number, entry] : late) {
-      entry.expired("number " + std::to_string(missing) + " of " + std::to_string(count_) +
-                    " has not come, which has to go before number " + std::to_string(number));
+    if (!missing.empty()) giveUp(absl::DeadlineExceededError(missing));
+  }
+
+  void cancel(const tensorflow::CancellationManager* cancellation,
+              tensorflow::CancellationToken token) {
+    std::string missing;
+    {
+      const std::lock_guard lock(mutex_);
+      for (const auto& [number, entry] : waiting_) {
+        // Each of them counts its tokens from the beginning.
+        if (entry.cancellation == cancellation && entry.token == token) {
+          missing = missingBefore(number);
+        }
+      }
+    }
+    if (!missing.empty()) {
+      giveUp(absl::CancelledError(missing + ", and will not: another operation has failed"));
     }
   }
 
+  std::string missingBefore(int number) const {
+    return "smddp: allreduce: number " + std::to_string(next_) + " of " + std::to_string(count_) +
+           " has not come, which has to go before number " + std::to_string(number);
+  }
+
+  // Other ranks wait for this one in an operation that will not come.
+  void giveUp(const absl::Status& status);
+
+  const std::weak_ptr<Group> group_;
   const int count_;
   std::mutex mutex_;
   Entries waiting_;
   int next_ = 0;
   bool isRunning_ = false, isWatched_ = false;
+  absl::Status broken_;
 };
 
-Order& orderOf(smddp_group* group, int count) {
-  static auto* mutex = new std::mutex;
-  static auto* orders = new std::map<std::pair<smddp_group*, int>, std::unique_ptr<Order>>;
-  const std::lock_guard lock(*mutex);
-  auto& order = (*orders)[{group, count}];
-  if (!order) order = std::make_unique<Order>(count);
-  return *order;
+// A group, as operations know it: by a number that no other group gets, because functions of TensorFlow may outlive a
+// group, whose address may come again.
+class Group : public std::enable_shared_from_this<Group> {
+ public:
+  // Of those of this process.
+  static int64_t add(smddp_group* handle) {
+    const std::lock_guard lock(registryMutex());
+    registry()[++last()] = std::make_shared<Group>(handle);
+    return last();
+  }
+
+  // Null after the group was left.
+  static std::shared_ptr<Group> find(int64_t number) {
+    const std::lock_guard lock(registryMutex());
+    const auto found = registry().find(number);
+    return found == registry().end() ? nullptr : found->second;
+  }
+
+  static void leave(int64_t number) {
+    std::shared_ptr<Group> left;
+    {
+      const std::lock_guard lock(registryMutex());
+      const auto found = registry().find(number);
+      if (found == registry().end()) return;
+      left = found->second;
+      registry().erase(found);
+    }
+    {
+      const std::lock_guard lock(left->mutex_);
+      left->handle_ = nullptr;
+    }
+    left->fail(hasLeft());
+  }
+
+  explicit Group(smddp_group* handle) : size_(smddp_size(handle)), handle_(handle) {}
+
+  int size() const { return size_; }
+
+  absl::Status begin(const smddp_arguments& arguments, smddp_operation** operation) {
+    const std::lock_guard lock(mutex_);
+    if (!handle_) {
+      arguments.release(arguments.held);
+      return hasLeft();
+    }
+    const smddp_status status = smddp_begin(handle_, &arguments, operation);
+    if (status == SMDDP_OK) return absl::OkStatus();
+    return status == SMDDP_USAGE ? absl::InvalidArgumentError(smddp_error()) : lastError();
+  }
+
+  std::shared_ptr<Order> orderOf(int count) {
+    const std::lock_guard lock(mutex_);
+    auto& order = orders_[count];
+    if (!order) order = std::make_shared<Order>(weak_from_this(), count);
+    return order;
+  }
+
+  // Ends what waits for its turn.
+  void fail(const absl::Status& status) {
+    std::map<int, std::shared_ptr<Order>> orders;
+    {
+      const std::lock_guard lock(mutex_);
+      orders = orders_;
+    }
+    for (const auto& [count, order] : orders) order->fail(status);
+  }
+
+  // Does so on this rank, and ends what is in flight on all ranks.
+  void abort(const absl::Status& status) {
+    fail(status);
+    const std::lock_guard lock(mutex_);
+    if (handle_) smddp_abort(handle_, std::string(status.message()).c_str());
+  }
+
+ private:
+  static std::mutex& registryMutex() {
+    static auto* mutex = new std::mutex;
+    return *mutex;
+  }
+
+  static std::map<int64_t, std::shared_ptr<Group>>& registry() {
+    static auto* groups = new std::map<int64_t, std::shared_ptr<Group>>;
+    return *groups;
+  }
+
+  static int64_t& last() {
+    static int64_t number = 0;
+    return number;
+  }
+
+  const int size_;
+  std::mutex mutex_;
+  smddp_group* handle_;                           // null after it was left
+  std::map<int, std::shared_ptr<Order>> orders_;  // by count
+};
+
+void Order::giveUp(const absl::Status& status) {
+  if (const auto group = group_.lock()) group->abort(status);
 }
 
 // Is this thread TensorFlow's, and begins a collective?
 thread_local bool isBeginning = false;
+
+// Runs of operations, for who wants to know whether they go on.
+std::atomic<int64_t> begun{0}, ended{0};
 
 // The collectives of one run of an operation.
 struct Run {
   OpKernelContext* context;
   AsyncOpKernel::DoneCallback done;
   std::atomic<size_t> left;
+  std::shared_ptr<Order> order = nullptr;  // in which what follows must not run after an error
   std::mutex mutex;
   absl::Status status = absl::OkStatus();  // the first error
 
@@ -176,6 +350,7 @@ struct Run {
     }
     if (left.fetch_sub(1) != 1) return;
     if (isBeginning) {
+      isBeginning = false;  // finish() may run other operations
       finish();
     } else {
       // Not here: this is the engine's thread, and TensorFlow may go on with any kernel, which may wait. The queue has
@@ -187,8 +362,11 @@ struct Run {
 
   void finish() {
     if (!status.ok()) context->SetStatus(status);
+    // After a call that makes no sense the group is as it was.
+    if (order && !status.ok() && !absl::IsInvalidArgument(status)) order->fail(status);
     const auto callback = std::move(done);
     delete this;
+    ++ended;
     callback();
   }
 };
@@ -204,10 +382,16 @@ class Collective : public AsyncOpKernel {
       : AsyncOpKernel(construction), collective_(collective) {
     int64_t group = 0;
     OP_REQUIRES_OK(construction, construction->GetAttr("group", &group));
-    group_ = reinterpret_cast<smddp_group*>(group);
+    group_ = Group::find(group);
+    OP_REQUIRES(construction, group_, hasLeft());
   }
 
  protected:
+  static Run* runOf(OpKernelContext* context, DoneCallback done, size_t collectives) {
+    ++begun;
+    return new Run{context, std::move(done), collectives};
+  }
+
   // Begins `arguments`, which keep the tensors.
   void begin(Run* run, smddp_arguments arguments, const Tensor& input, const Tensor& output) {
     if (const absl::Status status = typeOf(input.dtype(), &arguments.type); !status.ok()) {
@@ -228,13 +412,13 @@ class Collective : public AsyncOpKernel {
     isBeginning = false;
   }
 
-  smddp_group* group() const { return group_; }
+  Group& group() const { return *group_; }
 
  private:
   void beginHeld(Run* run, const smddp_arguments& arguments) {
     smddp_operation* operation = nullptr;
-    if (smddp_begin(group_, &arguments, &operation) != SMDDP_OK) {
-      run->end(lastError());
+    if (const absl::Status status = group_->begin(arguments, &operation); !status.ok()) {
+      run->end(status);
       return;
     }
     smddp_then(
@@ -250,7 +434,7 @@ class Collective : public AsyncOpKernel {
   }
 
   const smddp_collective collective_;
-  smddp_group* group_ = nullptr;
+  std::shared_ptr<Group> group_;
 };
 
 class AllReduceInOrder : public Collective {
@@ -271,7 +455,7 @@ class AllReduceInOrder : public Collective {
           done);
       outputs[static_cast<size_t>(i)] = *output;
     }
-    auto* run = new Run{context, std::move(done), static_cast<size_t>(inputs)};
+    auto* run = runOf(context, std::move(done), static_cast<size_t>(inputs));
     enter(run, [this, run, outputs = std::move(outputs)] {
       for (size_t i = 0; i < outputs.size(); ++i) {
         smddp_arguments arguments{};
@@ -293,25 +477,38 @@ class AllReduceInOrder : public Collective {
 class AllReduce final : public AllReduceInOrder {
  public:
   explicit AllReduce(OpKernelConstruction* construction) : AllReduceInOrder(construction) {
-    int count = 0;
+    if (!construction->status().ok()) return;
     OP_REQUIRES_OK(construction, construction->GetAttr("number", &number_));
-    OP_REQUIRES_OK(construction, construction->GetAttr("count", &count));
+    OP_REQUIRES_OK(construction, construction->GetAttr("count", &count_));
     OP_REQUIRES_OK(construction, construction->GetAttr("timeout", &timeout_));
-    order_ = &orderOf(group(), count);
+    order_ = group().orderOf(count_);
+  }
+
+  // Eager code calls this, on the thread that would have to make the calls with smaller numbers.
+  void Compute(OpKernelContext* context) override {
+    if (order_->isNext(number_)) {
+      AsyncOpKernel::Compute(context);
+    } else {
+      context->SetStatus(absl::InvalidArgumentError(
+          "smddp: allreduce: it is not the turn of number " + std::to_string(number_) + " of " +
+          std::to_string(count_) +
+          ": eager code makes the calls of a step in the order of their numbers, once each; only "
+          "inside tf.function any order will do"));
+    }
   }
 
  private:
   void enter(Run* run, std::function<void()> beginAll) override {
-    order_->enter(number_, timeout_, run->context->env(), std::move(beginAll),
-                  [run](const std::string& missing) {
-                    const auto status = absl::DeadlineExceededError("smddp: allreduce: " + missing);
+    run->order = order_;
+    order_->enter(number_, timeout_, run->context, std::move(beginAll),
+                  [run](const absl::Status& status) {
                     for (size_t left = run->left; left > 0; --left) run->end(status);
                   });
   }
 
-  int number_ = 0;
+  int number_ = 0, count_ = 0;
   float timeout_ = 0;
-  Order* order_ = nullptr;
+  std::shared_ptr<Order> order_;
 };
 
 class Broadcast final : public Collective {
@@ -330,7 +527,7 @@ class Broadcast final : public Collective {
         done);
     arguments.count = output->NumElements();
     arguments.root = root_;
-    begin(new Run{context, std::move(done), 1}, arguments, context->input(0), *output);
+    begin(runOf(context, std::move(done), 1), arguments, context->input(0), *output);
   }
 
  private:
@@ -347,11 +544,11 @@ class AllGather final : public Collective {
     smddp_arguments arguments{};
     const Tensor& input = context->input(0);
     tensorflow::TensorShape shape = input.shape();
-    shape.InsertDim(0, smddp_size(group()));
+    shape.InsertDim(0, group().size());
     Tensor* output = nullptr;
     OP_REQUIRES_OK_ASYNC(context, context->allocate_output(0, shape, &output), done);
     arguments.count = input.NumElements();
-    begin(new Run{context, std::move(done), 1}, arguments, input, *output);
+    begin(runOf(context, std::move(done), 1), arguments, input, *output);
   }
 };
 
@@ -377,6 +574,7 @@ REGISTER_OP("SmddpAllreduceInOrder")
     .SetShapeFn(unchangedShapes);
 
 // The same, but operations begin in the order of their numbers, 0 to count - 1, once each and then from the beginning.
+// kernels.py tells TensorFlow not to keep the order of the program for this one.
 REGISTER_OP("SmddpAllreduce")
     .Input("tensors: T")
     .Output("results: T")
@@ -386,6 +584,7 @@ REGISTER_OP("SmddpAllreduce")
     .Attr("number: int")
     .Attr("count: int")
     .Attr("timeout: float")
+    .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn(unchangedShapes);
 
@@ -421,3 +620,22 @@ REGISTER_KERNEL_BUILDER(Name("SmddpBroadcast").Device(tensorflow::DEVICE_CPU), B
 REGISTER_KERNEL_BUILDER(Name("SmddpAllgather").Device(tensorflow::DEVICE_CPU), AllGather);
 
 }  // namespace
+
+// For kernels.py.
+extern "C" {
+
+SMDDP_API int64_t smddp_tensorflow_add(void* group) {
+  return Group::add(static_cast<smddp_group*>(group));
+}
+
+SMDDP_API void smddp_tensorflow_leave(int64_t number) { Group::leave(number); }
+
+SMDDP_API void smddp_tensorflow_abort(int64_t number, const char* reason) {
+  if (const auto group = Group::find(number)) group->abort(absl::CancelledError(reason));
+}
+
+SMDDP_API int64_t smddp_tensorflow_ended() { return ended; }
+
+SMDDP_API int64_t smddp_tensorflow_begun() { return begun; }
+
+}  // extern "C"

@@ -6,6 +6,9 @@ library is made on this machine. Without a compiler, operations run through `tf.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -13,16 +16,30 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.framework import auto_control_deps
 
 import smddp_numpy
 
-__all__ = ["load"]
+__all__ = ["Kernels", "load"]
 
 _SOURCE = Path(__file__).parent / "kernels.cc"
+
+
+class Kernels(NamedTuple):
+    """What was compiled.
+
+    Attributes:
+        operations: functions of TensorFlow, by name.
+        library: functions in C.
+    """
+
+    operations: Any
+    library: ctypes.CDLL
 
 
 def _headers(folder: Path) -> Path:
@@ -35,8 +52,26 @@ def _headers(folder: Path) -> Path:
 
 
 def _cache() -> Path:
-    place = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(place) / "smddp"
+    """Returns a folder that this user can write to, and nobody else."""
+    place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "smddp"
+    with contextlib.suppress(OSError):
+        place.mkdir(parents=True, exist_ok=True)
+    if os.access(place, os.W_OK):
+        return place
+    place = Path(tempfile.gettempdir()) / f"smddp-{os.getuid()}"
+    place.mkdir(mode=0o700, exist_ok=True)
+    found = place.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(f"others can write to {place}; XDG_CACHE_HOME can name a folder")
+    return place
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Lets one process of the machine at a time make `target`."""
+    with open(f"{target}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _compile(compiler: str, target: Path) -> None:
@@ -53,27 +88,26 @@ def _compile(compiler: str, target: Path) -> None:
         )
         if result.returncode != 0:
             raise RuntimeError(result.stderr[-2000:])
-        # Ranks of a machine may do this at once; each of them makes the same.
         made.replace(target)
 
 
 @functools.cache
-def load() -> Any:
-    """Returns the module of the operations; None if they cannot be compiled, which is said once."""
+def load() -> Kernels | None:
+    """Returns the operations; None if they cannot be compiled, which is said once."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     made_from = hashlib.sha256(_SOURCE.read_bytes())
     made_from.update((_headers(smddp_numpy.package_folder()) / "smddp.h").read_bytes())
     made_from.update(f"{tf.version.VERSION} {tf.sysconfig.get_compile_flags()}".encode())
     made_from.update(str(smddp_numpy.package_folder()).encode())
     try:
-        folder = _cache()
-        folder.mkdir(parents=True, exist_ok=True)
-        target = folder / f"tensorflow_{tf.version.VERSION}_{made_from.hexdigest()[:16]}.so"
+        target = _cache() / f"tensorflow_{tf.version.VERSION}_{made_from.hexdigest()[:16]}.so"
         if not target.exists():
             if compiler is None:
                 raise RuntimeError("there is no C++ compiler; CXX can name one")
-            _compile(compiler, target)
-        return tf.load_op_library(str(target))
+            with _alone(target):
+                if not target.exists():
+                    _compile(compiler, target)
+        found = Kernels(tf.load_op_library(str(target)), ctypes.CDLL(str(target)))
     except (OSError, RuntimeError, tf.errors.NotFoundError) as error:
         warnings.warn(
             "smddp has no operations for this TensorFlow, so collectives run one after the other "
@@ -82,3 +116,11 @@ def load() -> Any:
             stacklevel=2,
         )
         return None
+    found.library.smddp_tensorflow_add.argtypes = [ctypes.c_void_p]
+    found.library.smddp_tensorflow_leave.argtypes = [ctypes.c_int64]
+    found.library.smddp_tensorflow_abort.argtypes = [ctypes.c_int64, ctypes.c_char_p]
+    for name in ("add", "begun", "ended"):
+        getattr(found.library, f"smddp_tensorflow_{name}").restype = ctypes.c_int64
+    # In a function every run of it counts, but its place in the program does not.
+    auto_control_deps.MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS |= {"SmddpAllreduce"}
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,22 @@ class CheckpointManager:
 
         Raises:
             SMPUsageError: before the first step.
+            SMPPeerError: another rank could not save; on that, its own error.
         """
         number = self._next if checkpoint_number is None else checkpoint_number
+        with job.together("CheckpointManager.save"):
+            mine = self._mine()
+            if job.dp_rank() == 0:
+                folder = self._folder(job.pp_rank())
+                folder.mkdir(parents=True, exist_ok=True)
+                written = folder / "division.json.new"
+                written.write_text(json.dumps(_division()))
+                os.replace(written, folder / "division.json")
+                manager = tf.train.CheckpointManager(
+                    mine, str(folder), self._keep, checkpoint_name=self._name
+                )
+                manager.save(checkpoint_number=number)
         self._next = number + 1
-        if job.dp_rank() == 0:
-            folder = self._folder(job.pp_rank())
-            manager = tf.train.CheckpointManager(
-                self._mine(), str(folder), self._keep, checkpoint_name=self._name
-            )
-            manager.save(checkpoint_number=number)
-            (folder / "division.json").write_text(json.dumps(_division()))
-        job.barrier()
         return f"{self._name}-{number}"
 
     def restore(self, restore_prefix: str | None = None) -> str | None:
@@ -77,9 +83,11 @@ class CheckpointManager:
         Raises:
             SMPUsageError: before the first step, or there is no such checkpoint.
             SMPPartitionError: it was saved from another model, or with another division.
+            SMPPeerError: another rank could not restore; on that, its own error.
         """
-        mine = self._mine()
-        everybody = [set(names) for names in job.exchange("world", self._complete())]
+        with job.together("CheckpointManager.restore"):
+            mine, complete = self._mine(), self._complete()
+        everybody = [set(names) for names in job.exchange("world", complete)]
         common = set.intersection(*everybody)
         if restore_prefix is None:
             if not common:
@@ -93,13 +101,14 @@ class CheckpointManager:
                     f"CheckpointManager.restore: {self._directory} has no checkpoint {name!r} for "
                     f"rank(s) {lacking} of the job; all ranks have {sorted(common) or 'none'}"
                 )
-        folder = self._folder(job.pp_rank())
-        if json.loads((folder / "division.json").read_text()) != _division():
-            raise SMPPartitionError(
-                f"the checkpoint in {self._directory} was saved from another model, or with "
-                "another division: use the same `partitions`, and the same smp.partition"
-            )
-        mine.restore(str(folder / name)).assert_existing_objects_matched()
+        with job.together("CheckpointManager.restore"):
+            folder = self._folder(job.pp_rank())
+            if json.loads((folder / "division.json").read_text()) != _division():
+                raise SMPPartitionError(
+                    f"the checkpoint in {self._directory} was saved from another model, or with "
+                    "another division: use the same `partitions`, and the same smp.partition"
+                )
+            mine.restore(str(folder / name)).assert_existing_objects_matched()
         self._next = _number_of(name) + 1
         return name
 

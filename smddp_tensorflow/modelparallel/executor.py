@@ -254,6 +254,11 @@ class Executor:
             raise SMPPeerError(str(error)) from error
         return returned, sums
 
+    def refuse(self, error: BaseException) -> None:
+        """Counts a step that this rank cannot begin, and lets it fail on the other ranks."""
+        self._step += 1
+        self._tell(describe(-1, self.rank, _reason(error)))
+
     def _start_more(self) -> None:
         assert self._progress is not None
         for number in self._progress.start_more():
@@ -577,12 +582,13 @@ class Executor:
             self._failure, self._cause = failure, cause
             self._over.set()
         if failure.rank == self.rank:
-            for peer in self._channel.peers:
-                try:
-                    self._send(peer, Kind.FAILED, failure)
-                except Exception:
-                    continue
+            self._tell(failure)
         self._baton.abort()
+
+    def _tell(self, failure: Failure) -> None:
+        for peer in self._channel.peers:
+            with contextlib.suppress(Exception):
+                self._send(peer, Kind.FAILED, failure)
 
 
 def _reason(error: BaseException) -> BaseException:

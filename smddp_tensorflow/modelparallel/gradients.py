@@ -58,6 +58,11 @@ def _replacement(former: Any) -> Any:
         """Returns the gradients of a loss by variables, inside a function under smp.step."""
         inside = getattr(layers.current(), "gradients", None)
         if inside is not None:
+            if isinstance(self, tf.keras.mixed_precision.LossScaleOptimizer):
+                raise SMPUsageError(
+                    "optimizer.get_gradients: a LossScaleOptimizer would skip other steps on each "
+                    "rank. Give smp.step the optimizer in it, and use mixed_bfloat16 or float32"
+                )
             return inside(loss, params)
         if former is None:
             raise SMPUsageError("optimizer.get_gradients works inside a function under smp.step")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,19 @@ import numpy as np
 import smddp_numpy
 from smddp_smp.config import Configuration, compare, configure
 from smddp_smp.config_keys import KEYS
-from smddp_smp.errors import SMPConfigurationError, SMPInitializationError, SMPUsageError
+from smddp_smp.errors import (
+    SMPConfigurationError,
+    SMPInitializationError,
+    SMPPeerError,
+    SMPUsageError,
+)
+from smddp_smp.failure import summary
 from smddp_smp.logs import log, make_visible
 from smddp_smp.topology import CommGroup, RankType, Topology
 from smddp_tensorflow import job as base
 
 __all__ = [
+    "agree",
     "allgather",
     "at_shutdown",
     "barrier",
@@ -49,6 +57,7 @@ __all__ = [
     "send",
     "shutdown",
     "size",
+    "together",
     "topology",
 ]
 
@@ -71,6 +80,7 @@ class _Job:
         self.groups["mp"], self.groups["rdp"] = self.groups["pp"], self.groups["dp"]
         # Tasks of a step send in another group than scripts, so that tags do not meet.
         self.groups["channel"] = world.split(topology.members("pp"))
+        base.groups.extend(self.groups[kind] for kind in ("pp", "dp", "channel"))
 
 
 _job: _Job | None = None
@@ -107,7 +117,7 @@ def init(config: Mapping[str, Any] | None = None, timeout: float = 300.0) -> Non
     if _job is not None:
         return
     if not base.is_initialized():
-        base.init(timeout)
+        base.join(timeout)
     try:
         config_found = configure(config, os.environ, warn=base.rank() == 0)
         _refuse_torch(config_found)
@@ -164,6 +174,8 @@ def shutdown() -> None:
         _at_shutdown.pop()()
     job, _job = _job, None
     for kind in ("channel", "dp", "pp"):
+        if job.groups[kind] in base.groups:  # else the process has left the job before
+            base.groups.remove(job.groups[kind])
         job.groups[kind].leave()
 
 
@@ -277,6 +289,34 @@ def _gathered(members: smddp_numpy.Group, obj: Any) -> list[Any]:
 def exchange(kind: str, obj: Any) -> list[Any]:
     """Returns the objects of all ranks of a group; see `group`."""
     return _gathered(group(kind), obj)
+
+
+def agree(error: BaseException | None, what: str) -> None:
+    """Raises on all ranks of the job if one has failed in `what`; all ranks call it.
+
+    Raises:
+        SMPPeerError: another rank has failed, or is gone. On a rank with an error, that.
+    """
+    try:
+        answers = exchange("world", None if error is None else summary(error))
+    except Exception as lost:
+        raise error or SMPPeerError(f"{what} was not ended by all ranks: {lost}") from None
+    if error is not None:
+        raise error
+    for other, answer in enumerate(answers):
+        if answer is not None:
+            raise SMPPeerError(f"{what} has failed on rank {other}: {answer}")
+
+
+@contextlib.contextmanager
+def together(what: str) -> Iterator[None]:
+    """Runs a context on all ranks of the job; if one fails, all raise; see `agree`."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+    agree(error, what)
 
 
 def allgather(obj: Any, group: CommGroup) -> list[Any]:

@@ -21,7 +21,14 @@ from smddp_tensorflow.modelparallel.division import (
 from smddp_tensorflow.modelparallel.trace import Trace
 from smddp_tensorflow.modelparallel.values import as_tensor
 
-__all__ = ["DistributedModel", "current", "divide", "plan", "register_post_partition_hook"]
+__all__ = [
+    "DistributedModel",
+    "current",
+    "divide",
+    "is_current",
+    "plan",
+    "register_post_partition_hook",
+]
 
 _hooks: list[Callable[[], Any]] = []
 _models: list[DistributedModel] = []
@@ -96,8 +103,8 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
             )
         return super().__call__(*args, **kwargs)
 
-    def train_step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses `fit` and `train_on_batch`: each rank would train a whole model of its own.
+    def fit(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuses: each rank would train a whole model of its own.
 
         Raises:
             SMPUsageError: always.
@@ -106,6 +113,8 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
             "model.fit and model.train_on_batch cannot train an smp.DistributedModel: write the "
             "loop, and call a function under smp.step in it"
         )
+
+    train_on_batch = fit
 
     def _here(self, variables: Any) -> Any:
         divided = self.__dict__.get("_divided")
@@ -153,32 +162,33 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
 
         Raises:
             SMPUsageError: the model has not been divided, so it has not been called.
+            SMPPeerError: another rank has failed; on that, its own error.
         """
         divided = self._divided
         if divided is None:
             raise SMPUsageError("save_model: the model has not been called in a step yet")
         group, rank = job.group("pp"), job.pp_rank()
-        try:
-            for number, weight in enumerate(divided.weights):
-                owner = divided.owner_of[id(as_tensor(weight))]
-                if owner == 0 or job.dp_rank() != 0:
-                    continue
-                variable = as_tensor(weight)
-                if rank == owner:
-                    group.send(np.asarray(variable.numpy()), 0, tag=number)
-                elif rank == 0:
-                    value = np.empty(variable.shape, variable.dtype.as_numpy_dtype)
-                    variable.assign(group.receive(value, owner, tag=number))
-            if job.rank() == 0:
-                with layers.intercepted(_Local()):
-                    if hasattr(self, "export"):
-                        self.export(save_path)
-                    else:
-                        self.save(save_path, save_format="tf")
-        finally:
-            for _, variable in divided.foreign():
-                tf.raw_ops.DestroyResourceOp(resource=variable.handle)
-        job.barrier()
+        with job.together("save_model"):
+            try:
+                for number, weight in enumerate(divided.weights):
+                    owner = divided.owner_of[id(as_tensor(weight))]
+                    if owner == 0 or job.dp_rank() != 0:
+                        continue
+                    variable = as_tensor(weight)
+                    if rank == owner:
+                        group.send(np.asarray(variable.numpy()), 0, tag=number)
+                    elif rank == 0:
+                        value = np.empty(variable.shape, variable.dtype.as_numpy_dtype)
+                        variable.assign(group.receive(value, owner, tag=number))
+                if job.rank() == 0:
+                    with layers.intercepted(_Local()):
+                        if hasattr(self, "export"):
+                            self.export(save_path)
+                        else:
+                            self.save(save_path, save_format="tf")
+            finally:
+                for _, variable in divided.foreign():
+                    tf.raw_ops.DestroyResourceOp(resource=variable.handle)
 
 
 class _Local:
@@ -204,6 +214,11 @@ def current() -> DistributedModel:
             "a layer of the other, as a tf.keras.Model"
         )
     return _models[0]
+
+
+def is_current(divided: _Divided) -> bool:
+    """Returns whether a model was divided since `smp.init`."""
+    return any(model._divided is divided for model in _models)
 
 
 def plan(model: DistributedModel, found: Trace) -> _Divided:

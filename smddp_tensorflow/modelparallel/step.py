@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 import smddp_numpy
 from smddp_smp.arguments import check_divisible, divide_arguments
-from smddp_smp.errors import SMPError, SMPPartitionError, SMPPeerError, SMPUsageError
-from smddp_smp.failure import summary
+from smddp_smp.errors import SMPError, SMPPartitionError, SMPUsageError
+from smddp_tensorflow import interrupts
 from smddp_tensorflow.modelparallel import job, layers
 from smddp_tensorflow.modelparallel import model as model_module
 from smddp_tensorflow.modelparallel.division import changed_by_body
 from smddp_tensorflow.modelparallel.executor import Executor, Work
 from smddp_tensorflow.modelparallel.gradients import Gradient
-from smddp_tensorflow.modelparallel.trace import trace
+from smddp_tensorflow.modelparallel.trace import Trace, trace
 from smddp_tensorflow.modelparallel.values import as_tensor
 
 __all__ = ["StepOutput", "step"]
@@ -94,7 +95,7 @@ def step(
 
     All ranks call it, with tensors of the same shapes; the values on rank 0 of a pipeline count.
     The first call traces the function on symbolic tensors, as `tf.function` does, and divides the
-    model.
+    model. Inside a `tf.function` each call does so that is traced.
 
     Args:
         function: calls the model; returns tensors, gradients of `optimizer.get_gradients`, and
@@ -107,14 +108,19 @@ def step(
     Returns:
         A function that returns the structure of the function's result: a `StepOutput` for a
         tensor, a list with an entry per microbatch for another value. Lists of gradients have
-        those of this rank's variables, in the order of `model.trainable_variables`.
+        those of this rank's variables, in the order of `model.trainable_variables`; elsewhere, as
+        in a named tuple, the gradient of another rank's variable is None in each microbatch.
 
     Raises:
+        TypeError: an option is no argument of tf.function.
         SMPUsageError: an argument cannot be divided.
         SMPPartitionError: the model cannot be divided as asked.
         SMPMicrobatchError: code of the step has failed, on any rank.
         SMPPeerError: another rank is gone, or has failed.
     """
+    unknown = options.keys() - inspect.signature(tf.function).parameters.keys()
+    if unknown:
+        raise TypeError(f"smp.step has no arguments {sorted(unknown)}, and neither has tf.function")
     if function is None:
         return functools.partial(
             step,
@@ -134,14 +140,27 @@ def step(
     return found
 
 
+class _Traced(NamedTuple):
+    """What a trace of a step's function has found out.
+
+    Attributes:
+        divided: the model.
+        trains: does it ask for gradients?
+        outline: of what it returns: a TensorSpec for each tensor.
+        changed: see `changed_by_body`.
+    """
+
+    divided: Any
+    trains: bool
+    outline: Any
+    changed: list[Any]
+
+
 class _Body:
     """A function under `smp.step`.
 
     Attributes:
-        divided: the model, once the function has been traced.
-        trains: does it ask for gradients?
-        outline: of what it returns: a TensorSpec for each tensor.
-        changed: see `changed_by_body`.
+        traced: in its first call since `smp.init`.
     """
 
     def __init__(
@@ -152,10 +171,7 @@ class _Body:
         signature: Sequence[Any] | None,
     ) -> None:
         self.function, self.whole, self.axes, self.signature = function, whole, axes, signature
-        self.divided: Any = None
-        self.trains = False
-        self.outline: Any = None
-        self.changed: list[Any] = []
+        self.traced: _Traced | None = None
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs a step, or in a graph makes an operation that runs it."""
@@ -166,60 +182,78 @@ class _Body:
                 tf.cast(value, spec.dtype) if isinstance(spec, tf.TensorSpec) else value
                 for value, spec in zip(args, self.signature, strict=True)
             ]
-        if self.divided is None:
+        traced, is_eager = self.traced, tf.executing_eagerly()
+        if traced is None or not model_module.is_current(traced.divided):
             with tf.init_scope():
-                self._prepare(args, kwargs)
-        if not tf.executing_eagerly():
-            return self._in_graph(args, kwargs)
-        returned, sums = self._run(args, kwargs)
-        return self._collected(returned, sums)
+                traced = self.traced = self._prepare(args, kwargs)
+        elif not is_eager:
+            # With other shapes, or other values of Python, the function may return something else.
+            with tf.init_scope():
+                traced = self._traced_again(args, kwargs)
+        if not is_eager:
+            return self._in_graph(traced, args, kwargs)
+        returned, sums = self._run(traced, args, kwargs)
+        return self._collected(traced, returned, sums)
 
-    def _prepare(self, args: Any, kwargs: Any) -> None:
+    def _prepare(self, args: Any, kwargs: Any) -> _Traced:
         """Traces the function, and divides the model if that has not been done."""
-        error: Exception | None = None
-        try:
+        with job.together("the first call of a step"):
             model = model_module.current()
-            count = job.cfg().microbatches
-            found = self._trace(self._parts(args, kwargs, count, _shapes)[0])
-            planned = model_module.plan(model, found)
-        except Exception as raised:
-            error = raised
-        self._agree(error, "the first call of a step")
+            found, planned = self._planned(model, args, kwargs)
         model_module.divide(model, planned)
-        self.trains = found.trains
-        self.outline = tf.nest.map_structure(
-            lambda leaf: (
-                tf.TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf
-            ),
-            found.result,
-        )
-        self.changed = changed_by_body(planned.model, found)
-        self.divided = planned
+        return _traced(found, planned)
+
+    def _traced_again(self, args: Any, kwargs: Any) -> _Traced:
+        try:
+            return _traced(*self._planned(model_module.current(), args, kwargs))
+        except Exception as error:
+            _shared_executor().refuse(error)
+            self._end(error)
+            raise
+
+    def _planned(self, model: Any, args: Any, kwargs: Any) -> tuple[Trace, Any]:
+        count = job.cfg().microbatches
+        found = self._trace(self._parts(args, kwargs, count, _shapes)[0])
+        return found, model_module.plan(model, found)
 
     def _parts(self, args: Any, kwargs: Any, count: int, pieces: Any) -> Any:
         return divide_arguments(self.function, args, kwargs, count, self.whole, self.axes, pieces)
 
-    def _run(self, args: Any, kwargs: Any) -> tuple[list[Any], list[dict[int, Any]]]:
+    def _run(
+        self, traced: _Traced, args: Any, kwargs: Any
+    ) -> tuple[list[Any], list[dict[int, Any]]]:
         """Runs a step; returns what `Executor.run` does."""
-        cfg = job.cfg()
-        error: Exception | None = None
-        try:
-            work = Work(
-                self.function,
-                self._parts(args, kwargs, cfg.microbatches, _pieces),
-                self.trains,
-                self.changed,
-                cfg.active_microbatches if job.pp_size() > 1 else 1,
-                cfg.pipeline == "simple",
+        if not model_module.is_current(traced.divided):
+            raise SMPUsageError(
+                f"a tf.function calls the step {self.function.__name__!r}, and was traced before "
+                "smp.shutdown(): make a new tf.function"
             )
-            returned, sums = _shared_executor().run(self.divided, work)
-        except Exception as raised:
+        cfg, executor = job.cfg(), _shared_executor()
+        error: BaseException | None = None
+        try:
+            try:
+                work = Work(
+                    self.function,
+                    self._parts(args, kwargs, cfg.microbatches, _pieces),
+                    traced.trains,
+                    traced.changed,
+                    cfg.active_microbatches if job.pp_size() > 1 else 1,
+                    cfg.pipeline == "simple",
+                )
+            except Exception as refused:
+                executor.refuse(refused)
+                raise
+            returned, sums = executor.run(traced.divided, work)
+        except BaseException as raised:  # also Ctrl-C: ranks of other replicas wait for this one
             error = raised
+        self._end(error)
+        return returned, sums
+
+    def _end(self, error: BaseException | None) -> None:
         if job.dp_size() > 1:
-            self._agree(error, "the step")
+            job.agree(error, "the step")
         elif error is not None:
             raise error
-        return returned, sums
 
     def _trace(self, part: Any) -> Any:
         try:
@@ -232,18 +266,19 @@ class _Body:
                 f"tf.function does it: {type(error).__name__}: {error}"
             ) from error
 
-    def _in_graph(self, args: Any, kwargs: Any) -> Any:
+    def _in_graph(self, traced: _Traced, args: Any, kwargs: Any) -> Any:
         """Returns symbolic results of a step, which an operation of the graph runs."""
         count = job.cfg().microbatches
-        mine = sorted(self.divided.mine) if self.trains else []
+        divided, outline = traced.divided, traced.outline
+        mine = sorted(divided.mine) if traced.trains else []
         specs = [
             leaf
-            for leaf in tf.nest.flatten(self.outline)
+            for leaf in tf.nest.flatten(outline)
             if isinstance(leaf, tf.TensorSpec)
             for _ in range(count)
         ]
         for number in mine:
-            variable = self.divided.trainable[number]
+            variable = divided.trainable[number]
             specs += [tf.TensorSpec(variable.shape, variable.dtype)] * count
         whole = list(args), dict(kwargs)
         leaves = tf.nest.flatten(whole)
@@ -253,10 +288,11 @@ class _Body:
             given = list(leaves)
             for place, value in zip(places, values, strict=False):
                 given[place] = value
-            returned, sums = self._run(*tf.nest.pack_sequence_as(whole, given))
+            with interrupts.waiting():
+                returned, sums = self._run(traced, *tf.nest.pack_sequence_as(whole, given))
             columns = zip(*(tf.nest.flatten(one) for one in returned), strict=True)
             found = [value for leaf in columns if isinstance(leaf[0], tf.Tensor) for value in leaf]
-            gradients = self._gradients(sums)
+            gradients = self._gradients(traced, sums)
             for number in mine:
                 found += gradients[number].outputs
             return [
@@ -266,8 +302,8 @@ class _Body:
 
         # The variables are arguments, so that the graph runs this after what assigns to them.
         handles = [
-            *(as_tensor(one).handle for one in filter(self.divided.is_mine, self.divided.weights)),
-            *self.changed,
+            *(as_tensor(one).handle for one in filter(divided.is_mine, divided.weights)),
+            *traced.changed,
         ]
         made = tf.py_function(
             run, [*(leaves[place] for place in places), *handles], [spec.dtype for spec in specs]
@@ -277,7 +313,7 @@ class _Body:
         results = iter(made)
         outputs = {
             id(leaf): StepOutput([next(results) for _ in range(count)])
-            for leaf in tf.nest.flatten(self.outline)
+            for leaf in tf.nest.flatten(outline)
             if isinstance(leaf, tf.TensorSpec)
         }
         gradients = {number: StepOutput([next(results) for _ in range(count)]) for number in mine}
@@ -287,32 +323,20 @@ class _Body:
                 return gradients[leaf.number]
             return outputs[id(leaf)] if id(leaf) in outputs else [leaf] * count
 
-        return tf.nest.map_structure(joined, _own(self.outline, self.divided.mine))
+        return tf.nest.map_structure(joined, _own(outline, divided.mine))
 
-    def _agree(self, error: Exception | None, what: str) -> None:
-        """Raises on all ranks of the job if one has failed."""
-        try:
-            answers = job.exchange("world", None if error is None else summary(error))
-        except Exception as lost:
-            raise error or SMPPeerError(f"{what} was not ended by all ranks: {lost}") from None
-        if error is not None:
-            raise error
-        for rank, answer in enumerate(answers):
-            if answer is not None:
-                raise SMPPeerError(f"{what} has failed on rank {rank}: {answer}")
-
-    def _gradients(self, sums: list[dict[int, Any]]) -> dict[int, StepOutput]:
+    def _gradients(self, traced: _Traced, sums: list[dict[int, Any]]) -> dict[int, StepOutput]:
         """Returns the gradients of this rank's variables, averaged over replicas."""
         values = {
             number: StepOutput([found.get(number) for found in sums])
-            for number in sorted(self.divided.mine)
+            for number in sorted(traced.divided.mine)
         }
-        if self.trains and job.dp_size() > 1:
-            _average(values, self.divided.trainable)
+        if traced.trains and job.dp_size() > 1:
+            _average(values, traced.divided.trainable)
         return values
 
-    def _collected(self, returned: list[Any], sums: list[dict[int, Any]]) -> Any:
-        gradients = self._gradients(sums)
+    def _collected(self, traced: _Traced, returned: list[Any], sums: list[dict[int, Any]]) -> Any:
+        gradients = self._gradients(traced, sums)
 
         def joined(*leaves: Any) -> Any:
             if isinstance(leaves[0], Gradient):
@@ -321,12 +345,20 @@ class _Body:
 
         try:
             return tf.nest.map_structure(
-                joined, *(_own(result, self.divided.mine) for result in returned)
+                joined, *(_own(result, traced.divided.mine) for result in returned)
             )
         except (TypeError, ValueError) as error:
             raise SMPUsageError(
                 f"smp.step: the microbatches returned values of different structures: {error}"
             ) from None
+
+
+def _traced(found: Trace, planned: Any) -> _Traced:
+    outline = tf.nest.map_structure(
+        lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf,
+        found.result,
+    )
+    return _Traced(planned, found.trains, outline, changed_by_body(planned.model, found))
 
 
 def _own(value: Any, mine: set[int]) -> Any:
@@ -341,6 +373,8 @@ def _own(value: Any, mine: set[int]) -> Any:
         return [_own(one, mine) for one in value if kept(one)]
     if type(value) is tuple:
         return tuple(_own(one, mine) for one in value if kept(one))
+    if isinstance(value, tuple):  # a named one, whose fields stay
+        return type(value)(*(_own(one, mine) for one in value))
     return value if kept(value) else None
 
 

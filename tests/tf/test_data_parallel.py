@@ -290,11 +290,17 @@ def script(distributed: bool) -> Any:
     return losses, values
 
 
+LAYOUTS = pytest.mark.parametrize(
+    "layout", ["2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("4", "2x2"))]
+)
+
+
 @jobs.BOTH_KERAS
-def test_the_mnist_script(env: Any) -> None:
+@LAYOUTS
+def test_the_mnist_script(layout: str, env: Any) -> None:
     ((losses, values),) = jobs.run(script, "1", False, env=env)
     assert losses[-1] < losses[0]
-    for found_losses, found in jobs.run(script, "2", True, env=env):
+    for found_losses, found in jobs.run(script, layout, True, env=env):
         np.testing.assert_allclose(found_losses, losses, rtol=1e-9)
         for one, other in zip(found, values, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
@@ -338,9 +344,10 @@ def fitted(distributed: bool) -> Any:
 
 
 @jobs.BOTH_KERAS
-def test_keras_fits_what_one_process_fits(env: Any) -> None:
+@LAYOUTS
+def test_keras_fits_what_one_process_fits(layout: str, env: Any) -> None:
     ((history, values),) = jobs.run(fitted, "1", False, env=env)
-    for found_history, found in jobs.run(fitted, "2", True, env=env):
+    for found_history, found in jobs.run(fitted, layout, True, env=env):
         for name, expected in history.items():
             np.testing.assert_allclose(found_history[name], expected, rtol=1e-5)
         for one, other in zip(found, values, strict=True):

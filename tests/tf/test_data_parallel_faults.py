@@ -1,0 +1,563 @@
+"""`smdistributed.dataparallel.tensorflow`: what goes wrong is said, and ends on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import statistics
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jobs
+import numpy as np
+import pytest
+
+
+def error_of(call: Any, *args: Any) -> str:
+    """Returns class and text of the error that a call raises."""
+    try:
+        try:
+            call(*args)
+        except RuntimeError:
+            for _ in range(3):
+                time.sleep(0.01)  # Python looks at signals
+            raise
+    except (Exception, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+
+
+def constants() -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=60)
+    me, size = sdp.rank(), sdp.size()
+    ranks = size * (size + 1) / 2
+
+    @tf.function
+    def folded() -> Any:
+        # TensorFlow could compute all of it beforehand, and the first two are one operation to it.
+        x = tf.constant([me + 1.0])
+        return [sdp.allreduce(x, number, 3, op=sdp.ReduceOp.SUM) for number in range(3)]
+
+    @tf.function
+    def dropped(x: Any) -> Any:
+        sdp.allreduce(x, 0, 2)
+        return sdp.allreduce(x, 1, 2, op=sdp.ReduceOp.SUM)
+
+    weight = tf.Variable([1.0, 1.0])
+
+    @tf.function
+    def linear() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * (me + 1.0))
+        (gradient,) = tape.gradient(loss, [weight])
+        return sdp.allreduce(gradient, 0, 1, op=sdp.ReduceOp.SUM)
+
+    from smddp_tensorflow import job
+
+    operations = job.operations()
+    assert operations is not None
+    begun = operations.kernels.library.smddp_tensorflow_begun
+    for _ in range(3):
+        before = begun()
+        assert [float(one[0]) for one in folded()] == [ranks] * 3
+        assert begun() - before == 3
+        assert float(dropped(tf.constant([me + 1.0]))[0]) == ranks
+        assert begun() - before == 5
+        assert linear().numpy().tolist() == [ranks, ranks]
+        assert begun() - before == 6
+    for number in (1, 0):
+        found = error_of(sdp.allreduce, tf.ones(2), number, 2)
+        assert ("it is not the turn of number 1 of 2" in found) == (number == 1), found
+    sdp.allreduce(tf.ones(2), 1, 2)
+    sdp.shutdown()
+
+
+def test_constants_and_unused_sums_are_reduced() -> None:
+    jobs.run(constants, "2", timeout=120)
+
+
+def outlived() -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=60)
+    old = tf.function(lambda x: sdp.oob_allreduce(x) + sdp.allreduce(x, 0, 1))
+    late = tf.function(lambda x: sdp.oob_allreduce(x)).get_concrete_function(tf.ones(2))
+    old(tf.ones(2))
+    sdp.allreduce(tf.ones(2), 0, 2)  # the step is not completed
+    sdp.shutdown()
+    sdp.init(timeout=60)
+    step = tf.function(lambda x: [sdp.allreduce(x, number, 2) for number in (1, 0)])
+    for _ in range(2):
+        assert [float(one) for one in step(tf.constant(3.0))] == [3.0, 3.0]
+    for function in (old, late):
+        assert "this rank has left the job" in error_of(function, tf.ones(2))
+    sdp.shutdown()
+
+
+def test_functions_outlive_a_job() -> None:
+    jobs.run(outlived, "2", timeout=120)
+
+
+def differentiated() -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=60)
+    me, size = sdp.rank(), sdp.size()
+    x = tf.Variable([1.0, 2.0])
+
+    def of(call: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(call(x * 1.0) * (me + 1.0))
+        return tape.gradient(loss, x)
+
+    total = size * (size + 1) / 2
+    for how in (lambda call: of(call), tf.function(of)):
+        mean = how(sdp.oob_allreduce)
+        np.testing.assert_allclose(mean, [total / size] * 2)
+        np.testing.assert_allclose(how(sdp.allgather), [total] * 2)
+        sent = how(lambda y: sdp.broadcast(y, 1))
+        np.testing.assert_allclose(sent, [total * (me == 1)] * 2)
+        found = error_of(how, lambda y: sdp.allreduce(y, 0, 1))
+        assert "allreduce has no gradient" in found, found
+    sdp.shutdown()
+
+
+@pytest.mark.parametrize(
+    "compiler", ["c++", pytest.param("/bin/false", marks=pytest.mark.slow)], ids=["c++", "none"]
+)
+def test_collectives_have_gradients(compiler: str, tmp_path: Path) -> None:
+    env = {} if compiler == "c++" else {"CXX": compiler, "XDG_CACHE_HOME": str(tmp_path)}
+    jobs.run(differentiated, "2", env=env, timeout=120)
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def cancelled() -> tuple[str, float, str]:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=100)
+    fails = sdp.rank() == 0
+
+    def fail(x: Any) -> Any:
+        time.sleep(0.3)
+        if fails:
+            raise ValueError("this rank only")
+        return x
+
+    @tf.function
+    def step(x: Any) -> Any:
+        last = sdp.allreduce(x, 1, 2)
+        return last, sdp.allreduce(
+            tf.ensure_shape(tf.numpy_function(fail, [x], x.dtype), [2]), 0, 2
+        )
+
+    began = time.monotonic()
+    first = error_of(step, tf.ones(2))
+    took = time.monotonic() - began
+    again = error_of(tf.function(lambda x: sdp.allreduce(x, 0, 2)), tf.ones(2))
+    # What the program orders goes on.
+    assert float(sdp.oob_allreduce(tf.constant(2.0))) == 2
+    sdp.shutdown()
+    return first, took, again
+
+
+def test_a_failure_ends_what_waits_for_it() -> None:
+    (first, one, again), (second, other, later) = jobs.run(cancelled, "2", timeout=120)
+    assert "this rank only" in first, first
+    assert "number 0 of 2 has not come" in second, second
+    assert max(one, other) < 50
+    for text in (again, later):
+        assert "number 0 of 2 has not come" in text, text
+
+
+def interrupted(how: str) -> float | None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    reader, writer = os.pipe()
+    if how == "fd":  # of somebody else, who gets the signals, too
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sdp.init(timeout=100)
+    order = (0, 1) if how == "none" else (1, 0)
+    function = tf.function(lambda x: [sdp.allreduce(x, number, 2) for number in order])
+    eager = sdp.oob_allreduce
+    function(tf.ones(2)), eager(tf.ones(2))
+    if sdp.rank() == 1:
+        time.sleep(6)
+        with contextlib.suppress(Exception):
+            eager(tf.ones(2))
+        return None
+    sent: list[float] = []
+
+    def send() -> None:
+        time.sleep(1)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=send).start()
+    assert error_of(eager if how == "eager" else function, tf.ones(2)) == "KeyboardInterrupt: "
+    if how == "fd":
+        assert signal.SIGINT in os.read(reader, 10)
+    return time.monotonic() - sent[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["graph", "eager", "fd", "none"])
+def test_ctrl_c_ends_a_wait(how: str, tmp_path: Path) -> None:
+    env = {} if how != "none" else {"CXX": "/bin/false", "XDG_CACHE_HOME": str(tmp_path)}
+    seconds, _ = jobs.run(interrupted, "2", how, env=env, timeout=120)
+    assert seconds < 5, seconds
+
+
+def killed() -> float | None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=100)
+    function = tf.function(lambda x: sdp.oob_allreduce(x))
+    times = np.zeros(1)
+    function(tf.ones(10))
+    if sdp.rank():
+        times[0] = time.monotonic()
+        sdp.broadcast(tf.constant(times), 1)
+        time.sleep(0.5)
+        (Path(os.environ["SHARED"]) / "killed").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    sdp.broadcast(tf.constant(times), 1)
+    found = error_of(function, tf.ones(10))
+    ended = time.monotonic()
+    assert "rank 1" in found, found
+    return ended - float((Path(os.environ["SHARED"]) / "killed").read_text())
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
+    found = []
+    for number in range(5):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found.append(jobs.run(killed, "2", env={"SHARED": str(folder)}, timeout=120)[0])
+    print(f"milliseconds: {[round(1000 * one, 1) for one in found]}")
+    assert statistics.median(found) < 1
+
+
+# --- compilation ----------------------------------------------------------------------------------
+
+
+def one_without() -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    if os.environ["RANK"] == "1":
+        os.environ |= {"CXX": "/bin/false", "XDG_CACHE_HOME": os.environ["EMPTY"]}
+    text = r"has no operations|rank\(s\) \[1\] have no operations"
+    with pytest.warns(RuntimeWarning, match=text):
+        sdp.init(timeout=60)
+    assert float(sdp.allreduce(tf.constant(2.0), 0, 1)) == 2
+    found = error_of(sdp.allreduce, tf.ones(2), 1, 2)
+    assert "it is not the turn of number 1 of 2" in found, found
+    sdp.shutdown()
+
+
+def test_a_host_without_compiler(tmp_path: Path) -> None:
+    """All ranks do what it can."""
+    jobs.run(one_without, "2", env={"EMPTY": str(tmp_path)}, timeout=120)
+
+
+def compiled() -> None:
+    from smddp_tensorflow import kernels
+
+    calls = Path(os.environ["XDG_CACHE_HOME"]).parent / "calls"
+    real = kernels._compile
+
+    def counted(compiler: str, target: Path) -> None:
+        with open(calls, "a") as file:
+            file.write("x")
+        time.sleep(1)
+        assert compiler
+        target.write_bytes(b"no library")
+
+    kernels._compile = counted
+    with pytest.warns(RuntimeWarning, match="has no operations"):
+        kernels.load()
+    assert real
+
+
+def test_one_rank_of_a_host_compiles(tmp_path: Path) -> None:
+    jobs.run(compiled, "3", env={"XDG_CACHE_HOME": str(tmp_path / "cache")}, timeout=60)
+    assert (tmp_path / "calls").read_text() == "x"
+
+
+def unwritable(folder: str) -> str:
+    import tempfile
+
+    from smddp_tensorflow import kernels
+
+    tempfile.tempdir = folder
+    return str(kernels._cache())
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (found,) = jobs.run(
+        unwritable, "1", str(tmp_path), env={"XDG_CACHE_HOME": str(tmp_path / "file")}
+    )
+    place = Path(found)
+    assert place == tmp_path / f"smddp-{os.getuid()}"
+    assert place.stat().st_mode & 0o777 == 0o700
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def scaled() -> list[Any]:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=60)
+    keras = tf.keras
+    policy = keras.mixed_precision.set_global_policy
+    policy("mixed_float16")
+    model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)])
+    model.build((None, 2))
+    optimizer = sdp.DistributedOptimizer(keras.optimizers.SGD(0.25))
+    model.compile(optimizer=optimizer, loss="mse")
+    assert isinstance(model.optimizer, keras.mixed_precision.LossScaleOptimizer)
+    found = []
+    for step in range(4):
+        x = np.ones((2, 2), np.float32)
+        if step == 1 and sdp.rank() == 1:
+            x *= np.inf  # on this rank only
+        model.fit(x, np.zeros((2, 1)), verbose=0, batch_size=2)
+        found.append(model.trainable_variables[0].numpy().tolist())
+    with pytest.raises(ValueError, match="is a DistributedOptimizer already"):
+        sdp.DistributedOptimizer(model.optimizer)
+    policy("float32")
+    sdp.shutdown()
+    return found
+
+
+@jobs.BOTH_KERAS
+def test_all_ranks_skip_the_same_steps(env: Any) -> None:
+    first, second = jobs.run(scaled, "2", env=env, timeout=120)
+    assert first == second
+    assert np.isfinite(first).all()
+    # The initial scale is too large for one step, or none, and the second step is skipped.
+    assert first[0] == first[1]
+    assert first[-1] != first[1]
+
+
+def saved(folder: str) -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=60)
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    model.build((None, 2))
+    optimizer = sdp.DistributedOptimizer(tf.keras.optimizers.Adam(0.25), bucket_cap_mb=0.5)
+    model.compile(optimizer=optimizer, loss="mse")
+    x = np.ones((4, 2), np.float32)
+    model.fit(x, x[:, :1], verbose=0)
+    model.save(f"{folder}/{sdp.rank()}.keras")
+    sdp.shutdown()
+
+
+def loaded(folder: str) -> None:
+    import tensorflow as tf
+
+    model = tf.keras.models.load_model(f"{folder}/0.keras")
+    assert type(model.optimizer) is tf.keras.optimizers.Adam
+    assert float(model.optimizer.learning_rate) == 0.25
+    x = np.ones((4, 2), np.float32)
+    model.fit(x, x[:, :1], verbose=0)
+
+
+@jobs.BOTH_KERAS
+def test_a_saved_model_is_that_of_keras(env: Any, tmp_path: Path) -> None:
+    jobs.run(saved, "2", str(tmp_path), env=env, timeout=120)
+    jobs.run(loaded, "1", str(tmp_path), env=env, timeout=120)
+
+
+def unused() -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=60)
+    me = sdp.rank()
+    first, second = tf.Variable([1.0]), tf.Variable([1.0])
+    constant = tf.constant([1.0])
+
+    def gradients() -> Any:
+        with tf.GradientTape() as tape:
+            loss = (first if me else second) * 4.0
+        return sdp.DistributedGradientTape(tape).gradient(loss, [first, constant, second])
+
+    for how in (gradients, tf.function(gradients)):
+        one, none, other = how()
+        assert (float(one[0]), none, float(other[0])) == (2.0, None, 2.0)
+    optimizer = sdp.DistributedOptimizer(tf.keras.optimizers.SGD(1.0))
+    optimizer.apply_gradients([(constant if me else None, first), (constant, second)])
+    assert (float(first[0]), float(second[0])) == (0.5, 0.0)
+    sdp.shutdown()
+
+
+@jobs.BOTH_KERAS
+def test_variables_that_one_rank_does_not_use(env: Any) -> None:
+    jobs.run(unused, "2", env=env, timeout=120)
+
+
+def old_graph() -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=60)
+    me = sdp.rank()
+    v1 = tf.compat.v1
+    with pytest.raises(RuntimeError, match="eager code has no global variables"):
+        sdp.broadcast_global_variables(0)
+    with tf.Graph().as_default():
+        values = [v1.get_variable(f"v{i}", initializer=float(me * 10 + i)) for i in range(6)]
+        send = sdp.broadcast_global_variables(1)
+        assert send is not None
+        hook = sdp.BroadcastGlobalVariablesHook(0)
+        hook.begin()
+        from smddp_tensorflow.gradients import averaged
+
+        given = [value * 1.0 for value in values]
+        means = averaged(given, values, bucket_cap_mb=1e-6)
+        # Otherwise TensorFlow may run them in another order on each rank.
+        found = [one.op for one in means]
+        for former, later in zip(found[1:], found, strict=False):
+            assert former in later.control_inputs
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            assert session.run(means) == [5.0 + i for i in range(6)]
+            session.run(send)
+            assert session.run(values) == [10.0 + i for i in range(6)]
+            for value in values:
+                value.load(float(me), session)
+            hook.after_create_session(session, None)
+            assert session.run(values) == [0.0] * 6
+    sdp.shutdown()
+
+
+def test_graphs_of_tensorflow_1() -> None:
+    jobs.run(old_graph, "2", timeout=120)
+
+
+def sharded() -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=60)
+    me, of = sdp.rank(), tf.data.Dataset.from_tensor_slices
+    numbers = tf.range(7)
+    for given, value in (
+        (numbers, lambda one: int(one)),
+        ((numbers, numbers * 2), lambda pair: int(pair[1]) // 2),
+        ({"a": numbers}, lambda named: int(named["a"])),
+        ((numbers,), lambda alone: int(alone[0])),
+    ):
+        for known in (True, False):
+            dataset = of(given)
+            if not known:
+                dataset = dataset.filter(lambda *_: True)
+            mine = [value(one) for one in sdp.shard(dataset)]
+            assert mine == [me, me + 2, me + 4], (mine, known)
+            assert sdp.shard(dataset).element_spec == dataset.element_spec
+            rest = [value(one) for one in sdp.shard(dataset, drop_remainder=False)]
+            assert rest == list(range(me, 7, 2))
+    endless = sdp.shard(of(numbers).repeat()).take(4)
+    assert [int(one) for one in endless] == [(me + 2 * i) % 7 for i in range(4)]
+    sdp.shutdown()
+
+
+def test_shards_are_equally_long() -> None:
+    jobs.run(sharded, "2", timeout=60)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def values() -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=60)
+    me, size, op = sdp.rank(), sdp.size(), sdp.ReduceOp
+    assert (me, size) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    ranks = range(size)
+    integers = [tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32, tf.uint64]
+    floats = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
+
+    def each(make: Any, kind: Any, call: Any, expected: Any) -> None:
+        x = tf.cast(make(me), kind)
+        for how in (call, tf.function(call)):
+            result = how(x)
+            assert result.dtype == kind
+            assert np.array_equal(result.numpy(), tf.cast(expected, kind).numpy()), (kind, result)
+
+    def made(rank: int) -> Any:
+        return np.array([1 + rank, size - rank, 3])
+
+    whole = np.stack([made(rank) for rank in ranks])
+    for kind in integers + floats:
+        each(made, kind, lambda x: sdp.allreduce(x, 0, 1, op=op.MIN), whole.min(0))
+        each(made, kind, lambda x: sdp.allreduce(x, 0, 1, op=op.MAX), whole.max(0))
+        each(made, kind, lambda x: sdp.allreduce(x, 0, 1, op=op.SUM), whole.sum(0))
+    for kind in floats:
+        each(made, kind, sdp.oob_allreduce, whole.mean(0))
+    turned = whole * (1 + 2j)
+    for kind in (tf.complex64, tf.complex128):
+        each(
+            lambda rank: turned[rank],
+            kind,
+            lambda x: sdp.allreduce(x, 0, 1, op=op.SUM),
+            turned.sum(0),
+        )
+        each(lambda rank: turned[rank], kind, sdp.oob_allreduce, turned.mean(0))
+        text = error_of(
+            sdp.allreduce, tf.cast(turned[me], kind), 0, 1, sdp.Compression.none, op.MIN
+        )
+        assert "InvalidArgumentError" in text, text
+        assert "undefined" in text, text
+    bits = np.array([[rank == 0, True, False] for rank in ranks])
+    each(lambda rank: bits[rank], tf.bool, lambda x: sdp.allreduce(x, 0, 1, op=op.MAX), bits.any(0))
+    each(lambda rank: bits[rank], tf.bool, lambda x: sdp.allreduce(x, 0, 1, op=op.MIN), bits.all(0))
+    for kind in [*integers, *floats, tf.complex64, tf.bool]:
+        each(made, kind, lambda x: sdp.broadcast(x, size - 1), tf.cast(whole[-1], kind))
+        each(made, kind, sdp.allgather, tf.cast(whole, kind))
+    sdp.shutdown()
+
+
+@pytest.mark.parametrize("layout", ["2", pytest.param("4", marks=pytest.mark.slow)])
+def test_types_and_reductions(layout: str) -> None:
+    jobs.run(values, layout, timeout=120)
