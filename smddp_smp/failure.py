@@ -47,7 +47,7 @@ class OrderMattersError(Exception):
 
 
 class PlanChangedError(Exception):
-    """Sharded parameters are needed in another order than in the last step of the function."""
+    """Sharded parameters are needed in another order, or give more gradients, than was expected."""
 
 
 class Redo(Exception):  # noqa: N818  not an error of the program

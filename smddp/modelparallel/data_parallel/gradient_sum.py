@@ -15,6 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from smddp_smp.failure import PlanChangedError
+
 __all__ = ["GradientSum"]
 
 
@@ -103,11 +105,6 @@ class GradientSum:
         return any(account.late is not None for account in self._accounts.values())
 
     @property
-    def guessed_wrong(self) -> bool:
-        """Says whether a parameter has late contributions because a guess was wrong."""
-        return any(a.expected is None and a.late is not None for a in self._accounts.values())
-
-    @property
     def knows_counts(self) -> bool:
         """Whether an earlier step tells how often parameters contribute."""
         return any(account.expected for account in self._accounts.values())
@@ -126,7 +123,7 @@ class GradientSum:
         Args:
             microbatches: of the step.
             guess: how many contributions to expect of a parameter of which no step has told it; 0
-                to wait for the end of the microbatch. See `guessed_wrong`.
+                to wait for the end of the microbatch. If it was too small, `add` raises.
         """
         self._microbatches, self._guess = microbatches, guess
         self._ended = set()
@@ -148,11 +145,16 @@ class GradientSum:
             gradient: of the shape of the parameter; the sum may change it in place.
             path: of the frame from which it comes; contributions of a microbatch are added in this
                 order.
+
+        Raises:
+            PlanChangedError: it comes after the number that `begin` has guessed.
         """
         account = self._account(parameter)
         expected = self._expected(account)
         count = account.counts[microbatch] = account.counts.get(microbatch, 0) + 1
         if account.turn > microbatch:
+            if account.expected is None and self._guess:
+                raise PlanChangedError("a parameter gives several gradients in a microbatch")
             account.late = _added(account.late, gradient)
             return
         waiting = account.waiting.get(microbatch)

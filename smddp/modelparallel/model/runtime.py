@@ -409,12 +409,11 @@ class ModelRuntime:
         """Ends gathers and sums of sharded parameters; see `StepModel`."""
         if self.sharding is None:
             return
-        wrong = self._sum.guessed_wrong
         if not failed:
             self._sum.end()
         try:
             with smp_errors():
-                self._gather_redo = self.sharding.end_step(failed) or wrong
+                self._gather_redo = self.sharding.end_step(failed)
         except Exception as error:  # `end_step` raises it
             self._gather_failure = error
             # The others do not know of any other error, such as one for lack of memory.

@@ -145,6 +145,7 @@ class ShardedSum(GradientSum):
         """Takes one contribution; see `GradientSum.add`."""
         if id(parameter) in self._entries:
             self._whole.add(parameter, microbatch, gradient, path)
+            self._reduce()
         else:
             super().add(parameter, microbatch, gradient, path)
 
@@ -197,11 +198,6 @@ class ShardedSum(GradientSum):
         return super().any_late or self._whole.any_late
 
     @property
-    def guessed_wrong(self) -> bool:
-        """Says whether a divided parameter contributes more often than was guessed."""
-        return self._whole.guessed_wrong
-
-    @property
     def knows_counts(self) -> bool:
         """Whether an earlier step tells how often parameters contribute."""
         return super().knows_counts or self._whole.knows_counts
@@ -219,12 +215,17 @@ class ShardedSum(GradientSum):
     # --- the sums over the group ------------------------------------------------------------------
 
     def _complete(self, parameter: nn.Parameter, microbatch: int, gradient: torch.Tensor) -> None:
-        """Takes the whole gradient of a microbatch."""
+        """Takes the whole gradient of a microbatch.
+
+        It reduces nothing yet. `_whole` may be about to give those of later microbatches, too, of
+        this parameter and of others: they have waited for this one, perhaps longer than their
+        microbatch has lasted.
+        """
         number = self._entries[id(parameter)].number
         place = microbatch, self._bucket_of[number]
+        assert place >= self._next, "a gradient comes after its bucket was reduced"
         self._waiting.setdefault(place, {})[number] = gradient
         self.add_completed()
-        self._reduce()
 
     def _reduce(self) -> None:
         """Begins to reduce the buckets that are complete, in their order."""

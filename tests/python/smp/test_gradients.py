@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from torch import nn
 
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
+from smddp_smp.failure import PlanChangedError
 
 # Float32: (BIG + 1) - BIG is 0, (BIG - BIG) + 1 is 1.
 BIG = 1e8
@@ -87,13 +89,15 @@ def test_more_contributions_than_in_the_last_step_come_late() -> None:
 def test_a_guess_can_be_wrong() -> None:
     sums = GradientSum()
     one, two = (nn.Parameter(torch.zeros(1)) for _ in range(2))
-    for guess, wrong in ((1, True), (0, False), (1, False)):
+    sums.begin(1, guess=1)
+    for parameter in (one, two):
+        sums.add(parameter, 0, torch.ones(1))
+    with pytest.raises(PlanChangedError):  # the step is run again, without a guess
+        sums.add(two, 0, torch.ones(1))
+    sums.release()
+    for guess in (0, 1):
         sums.begin(1, guess)
         for parameter in (one, two, two):
             sums.add(parameter, 0, torch.ones(1))
-        assert sums.guessed_wrong == wrong
-        if wrong:
-            sums.release()
-        else:
-            sums.end()
+        sums.end()
     assert [sums.total(parameter) for parameter in (one, two)] == [1, 2]

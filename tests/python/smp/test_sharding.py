@@ -714,6 +714,67 @@ def test_no_rank_waits_for_one_without_memory(partitions: int, always: bool, mom
         assert bool(third) == bool(fourth)
 
 
+class Detour(nn.Module):
+    """Passes some examples several times through a layer, which lives on another rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = (nn.Linear(8, 8, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        for _ in range(times):
+            x = self.far(x)
+        return self.far(self.near(x))
+
+
+@smp.step
+def detours(model: Any, x: Tensor) -> None:
+    model.backward(model(x, 4 if x[0, 0] == 1 else 0).square().mean())
+
+
+DETOUR_STEPS = 5
+
+
+def some_take_longer() -> dict[str, Tensor]:
+    config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 1}
+    smp.init(
+        {
+            **config,
+            **{"ddp": True, "partitions": 2, "microbatches": 2, "sdp_gradient_clipping": 1e9},
+            **{"auto_partition": False, "default_partition": 0},
+        }
+    )
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Detour())
+    smp.set_partition(model.get_module().far, 1)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    for _ in range(DETOUR_STEPS):
+        optimizer.zero_grad()
+        detours(model, two_lengths())
+        optimizer.step()
+    return model.state_dict()
+
+
+def two_lengths() -> Tensor:
+    """Returns a batch whose first microbatch takes longer, and ends after the second."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    x[:2, 0], x[2:, 0] = 1, 0
+    return x
+
+
+def test_no_gradient_is_lost_if_a_later_microbatch_ends_first() -> None:
+    torch.manual_seed(0)
+    model = Detour()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(DETOUR_STEPS):
+        optimizer.zero_grad()
+        for x in two_lengths().chunk(2):
+            (model(x, 4 if x[0, 0] == 1 else 0).square().mean() / 2).backward()
+        optimizer.step()
+    for state in check_ranks(some_take_longer, "4"):
+        check_state(state, model.state_dict(), False, True, "")
+
+
 class Skips(nn.Module):
     """Leaves out a layer in some steps, by a flag that all replicas share."""
 
