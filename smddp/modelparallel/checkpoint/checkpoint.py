@@ -31,6 +31,7 @@ import torch
 from smddp.modelparallel.checkpoint import safetensors
 from smddp.modelparallel.common.files import hash_of, read, remove_unfinished, write
 from smddp.modelparallel.common.lost import smp_errors
+from smddp.modelparallel.delayed.life import come_to_life, delayed
 from smddp.modelparallel.job.meeting import done_on_all
 from smddp.modelparallel.job.messenger import Messenger
 from smddp.modelparallel.job.state import state
@@ -266,7 +267,8 @@ def resume_from_checkpoint(
         UnpicklingError: not partial, and the file is damaged, or holds more than tensors.
         RuntimeError: with `strict`, the names of the entries do not fit the model.
         SMPUsageError: there is no smp.DistributedModel yet; or the original library has saved the
-            parts, and they are not divided by modules only.
+            parts, and they are not divided by modules only; or the optimizer's state dict has no
+            "state", and other ranks, or another division of the model, have saved it.
         SMPInitializationError: `smp.init` has not been called.
     """
     folder = Path(path)
@@ -323,7 +325,10 @@ def full_state_dict(path: str, tag: str | None = None) -> dict[str, Any]:
         SMPUsageError: as for `resume_from_checkpoint`.
     """
     parts = _parts(Path(path), tag)
-    return _merged_model(parts, _manifest(parts))
+    entries = _merged_model(parts, _manifest(parts))
+    for value in entries.values():
+        come_to_life(value, shares=False)
+    return entries
 
 
 def _parts(folder: Path, tag: str | None) -> Path:
@@ -444,9 +449,7 @@ def _whole(file: Path) -> dict[str, Any]:
         return entries
     if _is_safetensors(file.name):
         return dict(safetensors.read(file))
-    # Files of old versions of torch cannot be mapped.
-    found: dict[str, Any] = read(file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    return found
+    return _mapped(file)
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -481,6 +484,7 @@ def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> 
             FP16_STATES: sorted(name for name in files if name.startswith(FP16_STATES)),
             "partition": decision.as_dict() if decision is not None else None,
             "partitions": topology.pp_size,
+            "layout": _layout(),
         }
         write(folder / _MANIFEST, lambda file: file.write(json.dumps(manifest).encode()))
         (folder / _UNFINISHED).unlink()
@@ -492,10 +496,8 @@ def _pieces(model: Any, optimizer: Any) -> dict[str, Any]:
     Replicas have the same parts, unless parameters or the state of the optimizer are divided over
     them. Then only sharding groups have the same.
     """
-    topology, degree = state.topology, state.cfg.sharded_data_parallel_degree
-    number = topology.rank_in("rdp")
-    saves = number < degree
-    place = _suffix(False) + (f"_{number}" if degree > 1 else "")
+    saves = state.topology.rank_in("rdp") < state.cfg.sharded_data_parallel_degree
+    place = _place()
     pieces = {f"model{place}": model.local_state_dict()} if saves and model is not None else {}
     if optimizer is not None and (saves or state.cfg.shard_optimizer_state):
         entries = optimizer.local_state_dict(gather_if_shard=False)
@@ -506,6 +508,20 @@ def _pieces(model: Any, optimizer: Any) -> dict[str, Any]:
                 pieces[FP16_STATES + place] = entries.pop(FP16_STATES)
             pieces[f"optimizer{place}"] = entries
     return pieces
+
+
+def _place() -> str:
+    """Returns the end of the names of this rank's parts."""
+    degree = state.cfg.sharded_data_parallel_degree
+    number = state.topology.rank_in("rdp") % degree
+    return _suffix(False) + (f"_{number}" if degree > 1 else "")
+
+
+def _layout() -> list[Any]:
+    """Returns what decides which rank has which parts, besides the division of the model."""
+    topology, cfg = state.topology, state.cfg
+    replicas = topology.size_of("rdp") if cfg.shard_optimizer_state else 1
+    return [topology.pp_size, topology.tp_size, cfg.sharded_data_parallel_degree, replicas]
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -567,6 +583,14 @@ def _division(manifest: dict[str, Any]) -> Decision | None:
     return decision if state.topology.pp_size <= before else None
 
 
+def _is_divided_alike(manifest: dict[str, Any]) -> bool:
+    """Says whether each rank of this job has what one has had that saved the checkpoint."""
+    decision, saved = state.current_model().runtime.placement.decision, manifest["partition"]
+    if saved is None or manifest.get("layout") != _layout():
+        return False
+    return decision is None or decision.owners == saved["owners"]
+
+
 def _verified(folder: Path, name: str, manifest: dict[str, Any]) -> Path:
     file = folder / name
     if not file.exists():
@@ -577,29 +601,40 @@ def _verified(folder: Path, name: str, manifest: dict[str, Any]) -> Path:
 
 
 def _merged_model(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    parts = [
-        read(_verified(folder, name, manifest), "cpu", weights_only=True, mmap=True)
-        for name in manifest["model"]
-    ]
-    entries = united(parts, [part.pop(SHARDS, {}) for part in parts])
+    """Returns the entries of all partitions, mapped from the files; those of shards are delayed."""
+    parts = [_part(folder, name, manifest) for name in manifest["model"]]
+    forms = [part.pop(SHARDS, {}) for part in parts]
+    entries = united(parts, forms, lazily=True)
     entries.pop(MARKER, None)
     return entries
 
 
 def _merged_optimizer(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state of all partitions; that of this rank if it has no "state" to merge.
+
+    Its tensors are delayed.
+    """
     parts = [_part(folder, name, manifest) for name in manifest["optimizer"]]
+    if _is_divided_alike(manifest) and all("state" not in part for part in parts):
+        own = manifest["optimizer"].index(f"optimizer{_place()}.pt")
+        return dict(delayed(parts[own]))
     # Checkpoints of older versions have no such list.
     halves = [_part(folder, name, manifest) for name in manifest.get(FP16_STATES, [])]
     for part, half in zip(parts, halves, strict=False):
         part[FP16_STATES] = half
-    whole = merged(parts)
+    whole = merged(parts, lazily=True)
     whole.pop(MARKER, None)
-    return whole
+    return dict(delayed(whole))
 
 
 def _part(folder: Path, name: str, manifest: dict[str, Any]) -> dict[str, Any]:
-    part: dict[str, Any] = read(_verified(folder, name, manifest), "cpu", weights_only=True)
-    return part
+    return _mapped(_verified(folder, name, manifest))
+
+
+def _mapped(file: Path) -> dict[str, Any]:
+    # Files of old versions of torch cannot be mapped.
+    found: dict[str, Any] = read(file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    return found
 
 
 def _delete_old(folder: Path, newest: Path, keep: int) -> None:

@@ -3,17 +3,58 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from smddp.modelparallel.common.device import replace
 from smddp.modelparallel.common.structure import tensors_in
 from smddp.modelparallel.delayed.recorder import Delayed, Recorder, attributes_of_code
 
-__all__ = ["become_empty", "come_to_life", "is_delayed", "recorders_of", "settle", "with_values"]
+__all__ = [
+    "become_empty",
+    "come_to_life",
+    "delayed",
+    "is_delayed",
+    "promised",
+    "recorders_of",
+    "settle",
+    "with_values",
+]
+
+
+def delayed(values: Any) -> Any:
+    """Returns delayed tensors with the values of real ones, which must not change.
+
+    What is computed from them needs memory only while `with_values` or an operation on real tensors
+    takes it.
+
+    Args:
+        values: any nested lists, tuples and dicts. Other objects in it stay as they are, and so do
+            tensors without strides, and delayed ones.
+    """
+    recorder = Recorder()
+
+    def delay(tensor: torch.Tensor) -> Any:
+        plain = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
+        return recorder.delay(tensor, copy=False) if plain and not is_delayed(tensor) else tensor
+
+    return tree_map_only(torch.Tensor, delay, values)
+
+
+def promised(make: Callable[[], torch.Tensor], shape: Sequence[int], like: torch.Tensor) -> Any:
+    """Returns a delayed tensor with the values of one that a function makes.
+
+    Args:
+        make: is called whenever the values are needed.
+        shape: of what it returns, which is contiguous.
+        like: has the dtype and device of what it returns.
+    """
+    meta = torch.empty(tuple(shape), dtype=like.dtype, device="meta")
+    return Recorder().promise(make, meta, like.device)
 
 
 def is_delayed(tensor: Any) -> bool:

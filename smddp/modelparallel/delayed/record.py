@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,7 +21,17 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from smddp_smp.errors import SMPUsageError
 
-__all__ = ["Call", "Constant", "Geometry", "Memory", "Random", "Value", "generator_of", "replay"]
+__all__ = [
+    "Call",
+    "Constant",
+    "Geometry",
+    "Memory",
+    "Promise",
+    "Random",
+    "Value",
+    "generator_of",
+    "replay",
+]
 
 _numbers = itertools.count()
 
@@ -98,22 +108,23 @@ class Value:
 class Constant:
     """A real tensor that a call takes.
 
-    Small ones are copied. Others, such as the entries of a state dict, are not, because the copies
-    could need as much memory as the whole model; they must not change.
+    Small ones are copied by default. Others, such as the entries of a state dict, are not, because
+    the copies could need as much memory as the whole model; they must not change.
     """
 
     _SMALL = 2**16  # bytes
 
-    def __init__(self, tensor: torch.Tensor, copy: bool = False) -> None:
+    def __init__(self, tensor: torch.Tensor, copy: bool | None = None) -> None:
         """Keeps a tensor.
 
         Args:
             tensor: the tensor.
-            copy: copy it in any case.
+            copy: copy it; None copies a small one.
         """
         self._tensor = tensor
         self._version = -1
-        if copy or tensor.numel() * tensor.element_size() <= self._SMALL:
+        small = tensor.numel() * tensor.element_size() <= self._SMALL
+        if copy or (copy is None and small):
             self._tensor = tensor.detach().clone()
         elif not tensor.is_inference():
             self._version = tensor._version
@@ -131,6 +142,18 @@ class Constant:
                 "first step, or give the parameter a copy of it"
             )
         return self._tensor.detach()
+
+
+class Promise(Constant):
+    """A real tensor that is made anew for each call that takes it."""
+
+    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+        """Keeps the function that makes it."""
+        self._make = make
+
+    def get(self, call: Call) -> torch.Tensor:
+        """Returns the tensor."""
+        return self._make()
 
 
 class Random(NamedTuple):

@@ -32,6 +32,7 @@ from smddp.modelparallel.delayed.record import (
     Constant,
     Geometry,
     Memory,
+    Promise,
     Random,
     Value,
     generator_of,
@@ -103,7 +104,7 @@ class Delayed(FakeTensor):
         # No operation says this to the recorder.
         recorder = _recorder_of(self)
         if not isinstance(given, FakeTensor):
-            given = recorder.delay(given, copy=False)
+            given = recorder.delay(given, copy=None)
         _DATA.__set__(self, given)
         self.fake_device = given.fake_device  # type: ignore[attr-defined]
         self.__dict__[_VALUE] = recorder.value_of(given)
@@ -267,7 +268,8 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
             return super().dispatch(func, types, args, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         if any(isinstance(leaf, FakeTensor) and leaf.fake_mode is not self for leaf in leaves):
-            leaves = [self._own(leaf) for leaf in leaves]
+            targets = {id(one) for one in _written(func, args, kwargs)}
+            leaves = [self._own(leaf, id(leaf) in targets) for leaf in leaves]
             args, kwargs = tree_unflatten(leaves, spec)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         delayed = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
@@ -304,14 +306,20 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._record(func, leaves, spec, written, made, state)
         return result
 
-    def _own(self, leaf: Any) -> Any:
-        """Returns the real tensor for a delayed one that is left from another model."""
+    def _own(self, leaf: Any, written: bool) -> Any:
+        """Returns what to take for a delayed tensor of another recorder.
+
+        That is the real one if it is left from another model; else a delayed copy, as of the
+        entries of a checkpoint.
+        """
         if not isinstance(leaf, FakeTensor) or leaf.fake_mode is self:
             return leaf
         mode = leaf.fake_mode
-        if not isinstance(mode, Recorder) or not mode.settled:
+        if isinstance(mode, Recorder) and mode.settled:
+            return mode.come_to_life(leaf)
+        if not isinstance(mode, Recorder) or written:
             raise _refusal(leaf, "tensors of another fake mode are used with it")
-        return mode.come_to_life(leaf)
+        return self.delay(leaf)
 
     def _shape(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Makes an operation on shapes."""
@@ -371,19 +379,33 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
             tensor.__dict__[_VALUE] = value
             call.results.append(value)
 
-    def delay(self, real: torch.Tensor, copy: bool = True) -> Any:
-        """Returns a delayed tensor with the values of a real one.
+    def delay(self, real: torch.Tensor, copy: bool | None = True) -> Any:
+        """Returns a delayed tensor with the values of a real one, or of one of another recorder.
 
         Args:
             real: the real one.
-            copy: copy the values now; otherwise they must not change, see `Constant`.
+            copy: copy the values of a real one now; otherwise they must not change, see `Constant`.
         """
         _check_kind(real)
-        shape = (list(real.shape), list(real.stride()))
-        options = {"dtype": real.dtype, "device": real.device}
+        given = _before(real) if isinstance(real, FakeTensor) else Constant(real, copy)
+        return self._copy_of(given, real, real.device)
+
+    def promise(self, make: Callable[[], torch.Tensor], like: torch.Tensor, device: Any) -> Any:
+        """Returns a delayed tensor with the values of one that a function makes.
+
+        Args:
+            make: is called whenever the values are needed.
+            like: has the shape, strides and dtype of what it returns, on any device.
+            device: of what it returns.
+        """
+        return self._copy_of(Promise(make), like, device)
+
+    def _copy_of(self, given: Value | Constant, like: torch.Tensor, device: Any) -> Any:
+        shape = (list(like.shape), list(like.stride()))
+        options = {"dtype": like.dtype, "device": device}
         tensor: torch.Tensor = self._shape(_aten.empty_strided.default, (), shape, options)
         memory, geometry = self._memory_of(tensor), Geometry.of(tensor)
-        leaves, spec = tree_flatten(((Constant(real, copy),), {}))
+        leaves, spec = tree_flatten(((given,), {}))
         call = Call(_aten.clone.default, leaves, spec, False, False, None, _place())
         memory.writers.append(call)
         value = tensor.__dict__[_VALUE] = Value(memory, geometry, call)

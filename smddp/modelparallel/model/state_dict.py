@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
-from smddp.modelparallel.delayed.life import with_values
+from smddp.modelparallel.delayed.life import delayed, with_values
 from smddp.modelparallel.job.meeting import done_on_all, gathered_over, together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.partition.placement import MARKER, Placement
@@ -208,8 +209,11 @@ class ModelState:
             name: value for name, value in entries.items() if name not in names or name in here
         }
         for name in self._divisions.keys() & local.keys() if not alone else ():
-            local[name] = self._divisions[name].part(local[name], *_place())
+            local[name] = self._divisions[name].part(delayed(local[name]), *_place())
         self._module.load_state_dict(local, strict=False)
+        if self._divisions:
+            del local
+            gc.collect()  # delayed tensors have circles of references, and keep the given ones
         return IncompatibleKeys(missing, unexpected)
 
     def _shared(self) -> list[list[str]]:

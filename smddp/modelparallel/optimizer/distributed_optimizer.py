@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 from smddp.modelparallel.common.structure import tensors_in
-from smddp.modelparallel.delayed.life import come_to_life
+from smddp.modelparallel.delayed.life import come_to_life, with_values
 from smddp.modelparallel.job.meeting import gathered, gathered_over, together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.optimizer.clipping import clip_grad_norm
@@ -509,7 +510,7 @@ class _State:
 
     def _load_some(self, entries: Mapping[str, Any], mine: set[int]) -> None:
         if "state" not in entries:
-            self._load(self._optimizer(), entries)
+            self._load(self._optimizer(), tree_map(with_values, entries))
             return
         if self.shards is not None:
             numbers = self.indices()
@@ -524,7 +525,7 @@ class _State:
             if i in kept:
                 kept[i] = entry.cut_state(kept[i])
         rest = {name: value for name, value in entries.items() if name != FP16_STATES}
-        self._load(self._optimizer(), {**rest, "state": kept})
+        self._load(self._optimizer(), tree_map(with_values, {**rest, "state": kept}))
         if self.stand_ins is not None and self.stand_ins.half and FP16_STATES in entries:
             half = entries[FP16_STATES]
             masters = dict(half["masters"])
@@ -602,33 +603,40 @@ def _merged_over(group: dist.ProcessGroup, part: Mapping[str, Any], what: str) -
     return {**merged(whole or parts), MARKER: True}
 
 
-def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(parts: Sequence[Mapping[str, Any]], lazily: bool = False) -> dict[str, Any]:
     """Returns one state dict made of those of the ranks of a pipeline, or of replicas.
 
+    Args:
+        parts: of the ranks.
+        lazily: as for `united`.
+
     Raises:
-        ValueError: a shard of a parameter's state is missing; or the states have none by parameter,
-            so they load only on the ranks that have saved them.
+        ValueError: a shard of a parameter's state is missing.
+        SMPUsageError: the states have none by parameter, so they load only on the ranks that have
+            saved them.
     """
     if any("state" not in part for part in parts):
-        raise ValueError(
+        raise SMPUsageError(
             'the optimizer\'s state_dict() has no "state", so its parts cannot be joined: load it '
             "with as many partitions and ranks as have saved it"
         )
     forms = [part.get(SHARDS, {}) for part in parts]
     whole = {name: value for name, value in parts[0].items() if name not in (SHARD, SHARDS)}
-    whole["state"] = _union([part["state"] for part in parts], forms)
+    whole["state"] = _union([part["state"] for part in parts], forms, lazily)
     if FP16_STATES in whole:
-        masters = _union([part[FP16_STATES]["masters"] for part in parts], forms)
+        masters = _union([part[FP16_STATES]["masters"] for part in parts], forms, lazily)
         whole[FP16_STATES] = {**whole[FP16_STATES], "masters": masters}
     return whole
 
 
-def _union(parts: Sequence[Any], forms: Sequence[Mapping[Any, Any]]) -> dict[int, Any]:
+def _union(
+    parts: Sequence[Any], forms: Sequence[Mapping[Any, Any]], lazily: bool
+) -> dict[int, Any]:
     """Returns one dict made of several, or of lists of them, with whole tensors for shards."""
     single = [
         (one, form)
         for part, form in zip(parts, forms, strict=True)
         for one in (part if isinstance(part, list) else [part])
     ]
-    whole = united([one for one, _ in single], [form for _, form in single])
+    whole = united([one for one, _ in single], [form for _, form in single], lazily)
     return dict(sorted(whole.items(), key=lambda item: item[0]))

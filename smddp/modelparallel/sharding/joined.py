@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from smddp.modelparallel.delayed.life import promised, with_values
 from smddp.modelparallel.sharding.shard import ShardedParameter
 from smddp.modelparallel.tensor.division import Division
 from smddp.modelparallel.tensor.division import form_of as form_of_part
@@ -51,13 +52,14 @@ def without_parts(form: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if "dimension" in form else {key: form[key] for key in form if key != _OF}
 
 
-def joined(name: Any, pieces: Sequence[tuple[Mapping[str, Any], Any]]) -> Any:
+def joined(name: Any, pieces: Sequence[tuple[Mapping[str, Any], Any]], lazily: bool = False) -> Any:
     """Joins the shards of all ranks.
 
     Args:
         name: of what is joined; for the error text.
         pieces: (form, value) of each rank, in any order. A value is the shard of a tensor, or a
             dict with such shards and other values, which are equal on all ranks.
+        lazily: return delayed tensors for those that are joined. The shards must not change.
 
     Raises:
         ValueError: the shard of a rank is missing.
@@ -67,7 +69,8 @@ def joined(name: Any, pieces: Sequence[tuple[Mapping[str, Any], Any]]) -> Any:
         for form, value in pieces:
             shards.setdefault(form[_OF]["rank"], []).append((without_parts(form) or {}, value))
         ofs = {form[_OF]["rank"]: form[_OF] for form, _ in pieces}
-        return joined(name, [(ofs[rank], joined(name, some)) for rank, some in shards.items()])
+        whole = [(ofs[rank], joined(name, some, lazily)) for rank, some in shards.items()]
+        return joined(name, whole, lazily)
     by_rank = {form["rank"]: value for form, value in pieces}
     form = pieces[0][0]
     if sorted(by_rank) != list(range(form["degree"])):
@@ -76,22 +79,24 @@ def joined(name: Any, pieces: Sequence[tuple[Mapping[str, Any], Any]]) -> Any:
             f"{sorted(by_rank)} of their group"
         )
     values = [by_rank[rank] for rank in range(form["degree"])]
+    join = _promised if lazily else _joined
     if isinstance(values[0], torch.Tensor):
-        return _joined(values, form)
+        return join(values, form)
     return {
-        key: _joined([value[key] for value in values], form) if _is_shard(first, form) else first
+        key: join([value[key] for value in values], form) if _is_shard(first, form) else first
         for key, first in values[0].items()
     }
 
 
 def united(
-    parts: Iterable[Mapping[Any, Any]], forms: Iterable[Mapping[Any, Any]]
+    parts: Iterable[Mapping[Any, Any]], forms: Iterable[Mapping[Any, Any]], lazily: bool = False
 ) -> dict[Any, Any]:
     """Returns one dict of those of several ranks, with whole tensors in place of shards.
 
     Args:
         parts: of each rank. Of a value that several ranks have whole, the first is taken.
         forms: for each rank, the forms of the entries that are shards.
+        lazily: as for `joined`.
     """
     whole: dict[Any, Any] = {}
     pieces: dict[Any, list[tuple[Mapping[str, Any], Any]]] = {}
@@ -103,7 +108,7 @@ def united(
             else:
                 whole.setdefault(name, value)
     for name, found in pieces.items():
-        whole[name] = joined(name, found)
+        whole[name] = joined(name, found, lazily)
     return whole
 
 
@@ -112,6 +117,15 @@ def _is_shard(value: Any, form: Mapping[str, Any]) -> bool:
         return isinstance(value, torch.Tensor) and list(value.shape) == list(form["shape"])
     size = -(-math.prod(form["shape"]) // form["degree"])
     return isinstance(value, torch.Tensor) and value.shape == (size,)
+
+
+def _promised(shards: Sequence[torch.Tensor], form: Mapping[str, Any]) -> Any:
+    shape = form["shape"]
+    if "dimension" in form:
+        division = Division(form["dimension"], form["blocks"])
+        shape = division.whole_shape(torch.Size(shape), form["degree"])
+    # Shards of parts of tensor parallelism are joined to parts, which are delayed themselves.
+    return promised(lambda: _joined([with_values(one) for one in shards], form), shape, shards[0])
 
 
 def _joined(shards: Sequence[torch.Tensor], form: Mapping[str, Any]) -> torch.Tensor:

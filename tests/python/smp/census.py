@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -31,9 +32,15 @@ class Census(TorchDispatchMode):
                 del cls.storages[key]
             return sum(size for _, size in cls.storages.values())
 
+    def size(self, storage: Any) -> int:
+        """Returns the bytes to count for a storage."""
+        count: int = storage.nbytes()
+        return count
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Notes arguments and results of an operation."""
         result = func(*args, **(kwargs or {}))
+        known = Census.storages
         for value in tree_leaves((args, kwargs, result)):
             if isinstance(value, torch.Tensor) and value.device.type == "cpu":
                 storage = value.untyped_storage()
@@ -41,6 +48,23 @@ class Census(TorchDispatchMode):
                     continue
                 weak = StorageWeakRef(storage)
                 with Census.guard:
-                    Census.storages.setdefault(weak.cdata, (weak, storage.nbytes()))
+                    if weak.cdata not in known:
+                        known[weak.cdata] = weak, self.size(storage)
         Census.peak = max(Census.peak, Census.live())
         return result
+
+
+class UnmappedCensus(Census):
+    """Does not count what is mapped from a checkpoint, whose memory the system takes back."""
+
+    def size(self, storage: Any) -> int:
+        """Returns the bytes to count for a storage."""
+        count, address = super().size(storage), storage.data_ptr()
+        if count < 2**14:  # spares time
+            return count
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if line.endswith((".pt", ".safetensors")):
+                begin, end = (int(number, 16) for number in line.split()[0].split("-"))
+                if begin <= address < end:
+                    return 0
+        return count

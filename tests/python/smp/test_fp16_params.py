@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from smp.zoo import device
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.optimizer.distributed_optimizer import merged
+from smddp_smp.errors import SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 
@@ -207,8 +208,8 @@ def test_a_half_precision_optimizer_of_the_script(
         torch.testing.assert_close(found[3], momenta, rtol=5e-2, atol=5e-3)
 
 
-def of_its_own() -> None:
-    smp.init({"ddp": True, "partitions": 2})
+def of_its_own(partitions: int, path: str, saves: bool) -> None:
+    smp.init({"ddp": True, "partitions": partitions})
     torch.manual_seed(3)
     net: Any = HalfModule(ordinary().half())
     inner = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
@@ -226,19 +227,25 @@ def of_its_own() -> None:
         return [parameter.detach().clone() for parameter, _ in optimizer.pairs]
 
     step(0)
+    if not saves:
+        with pytest.raises(SMPUsageError, match='has no "state"'):
+            smp.resume_from_checkpoint(path)
+        return
     kept = copy.deepcopy(optimizer.local_state_dict())
+    smp.save_checkpoint(path, "own", model=model, optimizer=optimizer)
     expected = step(1)
     optimizer.load_state_dict(kept)
     for parameter, master in optimizer.pairs:
         with torch.no_grad():
             parameter.copy_(master)
     assert all(map(torch.equal, step(1), expected))
+    smp.resume_from_checkpoint(path)
+    assert all(map(torch.equal, step(1), expected))
 
 
-def test_a_state_dict_of_the_script_s_own_form_loads_where_it_was_saved() -> None:
-    check_ranks(of_its_own, "2")
-    with pytest.raises(ValueError, match='has no "state"'):
-        merged([{"optimizer_state_dict": {}}])
+def test_a_state_dict_of_the_script_s_own_form_loads_where_it_was_saved(tmp_path: Path) -> None:
+    check_ranks(of_its_own, "2", 2, str(tmp_path), True)
+    check_ranks(of_its_own, "2", 1, str(tmp_path), False)
 
 
 class Normed(smp.nn.DistributedLinear):

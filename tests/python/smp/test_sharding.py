@@ -26,13 +26,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import arrive, await_ranks, check_ranks, listen, reserved_port, rotating, run_ranks
 from smp import test_random_models
-from smp.census import Census
+from smp.census import Census, UnmappedCensus
 from smp.zoo import ZOO, arguments, batch_of, device, make, train_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.checkpoint import safetensors
+from smddp.modelparallel.delayed.record import Call
+from smddp.modelparallel.model.runtime import ModelRuntime
 from smddp.modelparallel.optimizer.distributed_optimizer import FP16_STATES
 from smddp.modelparallel.sharding.gathers import Gathers
 from smddp_smp.errors import (
@@ -1391,6 +1393,89 @@ def test_a_rank_that_saves_the_whole_has_one_whole_parameter_at_a_time(
         found |= safetensors.read(file)
     assert len(found) == 2 * SAVED_LAYERS
     assert all(t.shape == ((150, 150) if "weight" in n else (150,)) for n, t in found.items())
+
+
+RESUMED_LAYERS, RESUMED_WIDTH = 8, 300
+
+
+def with_adam(config: dict[str, Any]) -> tuple[Any, Any]:
+    smp.init({"ddp": True, "microbatches": 1, "sdp_param_persistence_threshold": 1000, **config})
+    torch.manual_seed(0)
+    with smp.delay_param_initialization():
+        width = RESUMED_WIDTH
+        net = nn.Sequential(*(nn.Linear(width, width) for _ in range(RESUMED_LAYERS)))
+    model = smp.DistributedModel(net)
+    return model, smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+def saving_for_one_by_one(config: dict[str, Any], path: str) -> Any:
+    model, optimizer = with_adam(config)
+    squares(model, torch.ones(8, RESUMED_WIDTH))
+    optimizer.step()
+    smp.save_checkpoint(path, "model.safetensors.index.json", False, model)
+    smp.save_checkpoint(path, "parts", True, model, optimizer)
+    return model.state_dict(), optimizer.state_dict()
+
+
+def counted(function: Any) -> Any:
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        with UnmappedCensus():
+            return function(*args, **kwargs)
+
+    return inner
+
+
+def resuming_one_by_one(config: dict[str, Any], path: str, partial: bool) -> Any:
+    # A mode does not see what is done within an operation on delayed tensors, or on other threads.
+    Call.run = counted(Call.run)  # type: ignore[method-assign]
+    ModelRuntime._apply = counted(ModelRuntime._apply)  # type: ignore[method-assign]
+    model, optimizer = with_adam(config)
+    found = []
+
+    def count(model: Any, _: Any) -> None:
+        gc.collect()
+        parts, state = model.runtime.optimised(), optimizer._smp_state.tensors()[0]
+        mine = sum(tensor.nbytes for tensor in (*parts, *state))
+        found.append((mine, Census.peak, bool(state)))
+
+    gc.collect()
+    Census.storages.clear()
+    Census.peak = 0
+    tag = "parts" if partial else "model.safetensors.index.json"
+    counted(smp.resume_from_checkpoint)(path, tag, partial)
+    model.register_post_partition_hook(count)
+    if not found:
+        squares(model, torch.ones(8, RESUMED_WIDTH))
+    return found, model.state_dict(), optimizer.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (("4", {"sharded_data_parallel_degree": 4}),) * 2,
+        (("4", {"sharded_data_parallel_degree": 2, "partitions": 2}),) * 2,
+        (
+            ("2", {"sharded_data_parallel_degree": 2}),
+            ("4", {"sharded_data_parallel_degree": 4}),
+        ),
+    ],
+    ids=["sharding", "partitions", "more ranks"],
+)
+def test_a_rank_that_resumes_has_one_whole_parameter_at_a_time(
+    tmp_path: Path, saved: tuple[str, dict[str, Any]], resumed: tuple[str, dict[str, Any]]
+) -> None:
+    path, weight = str(tmp_path), RESUMED_WIDTH**2 * 4
+    expected = check_ranks(saving_for_one_by_one, *saved, path)[0]
+    for partial in (True, False):
+        for found, model, optimizer in check_ranks(resuming_one_by_one, *resumed, path, partial):
+            ((mine, peak, state),) = found
+            assert state == partial
+            assert peak < mine + 3 * weight + 2**16, (mine, peak)  # a parameter with its state
+            assert mine + 3 * weight < RESUMED_LAYERS * weight * (3 if partial else 1)
+            torch.testing.assert_close(model, expected[0], rtol=0, atol=0)
+            if partial:
+                assert optimizer["state"].keys() == expected[1]["state"].keys()
+                torch.testing.assert_close(optimizer["state"], expected[1]["state"], rtol=0, atol=0)
 
 
 @smp.step
