@@ -24,7 +24,7 @@ from smddp.modelparallel.optimizer.half import to_float, to_half
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.remote_tensor import RemoteTensor, retype
 from smddp.modelparallel.tensor.division import division_of
-from smddp.modelparallel.tensor.replace import check_alike, replace_marked
+from smddp.modelparallel.tensor.replace import alike_on_all, replace_marked
 from smddp_smp.errors import SMPInitializationError, SMPUsageError
 
 __all__ = ["DistributedModel"]
@@ -101,13 +101,15 @@ class DistributedModel(ModelQueries):
         find_unused_parameters: bool = False,
     ) -> None:
         super().__init__()
-        _check(module, trace_device, trace_execution_times, backward_passes_per_step)
-        module = replace_marked(module)
+
+        def made() -> nn.Module:
+            _check(module, trace_device, trace_execution_times, backward_passes_per_step)
+            return replace_marked(module)
+
+        root = alike_on_all(made)
         cfg, topology = state.cfg, state.topology
-        if topology.tp_size > 1:
-            check_alike(module)
-        self.module = Wrapped(module)
-        _name_original_forwards(module)
+        self.module = Wrapped(root)
+        _name_original_forwards(root)
         if overlapping_allreduce is None:
             overlapping_allreduce = cfg.overlapping_allreduce
         data_parallel = DataParallel(
@@ -128,7 +130,7 @@ class DistributedModel(ModelQueries):
         self.__dict__["runtime"] = ModelRuntime(
             state,
             self,
-            module,
+            root,
             data_parallel,
             average_grads_across_microbatches,
             trace_execution_times,

@@ -116,6 +116,6 @@ def _is_shard(value: Any, form: Mapping[str, Any]) -> bool:
 
 def _joined(shards: Sequence[torch.Tensor], form: Mapping[str, Any]) -> torch.Tensor:
     if "dimension" in form:
-        return Division(form["dimension"], form["blocks"]).united(shards)
+        return Division(form["dimension"]).united(shards)
     whole = torch.cat([shard.reshape(-1) for shard in shards])
     return whole[: math.prod(form["shape"])].view(form["shape"])

@@ -72,6 +72,18 @@ def misused() -> dict[str, str]:
         smp.DistributedModel(marked(Own))
     with refused(texts, "marks differ"):
         smp.DistributedModel(marked(on=rank == 0))
+    with refused(texts, "fails on one rank"):
+        smp.DistributedModel(nn.LazyLinear(WIDTH) if rank else marked())
+    for name, options in (
+        ("heads differ", {"num_attention_heads": 2 + 2 * rank, "attention_head_size": 2 - rank}),
+        ("activations differ", {"activation": "gelu_new" if rank else "relu"}),
+        ("shapes differ", {"intermediate_size": 8 + 8 * rank}),
+    ):
+        layer = {"num_attention_heads": 2, "attention_head_size": 2, "hidden_size": WIDTH}
+        with refused(texts, name):
+            smp.DistributedModel(
+                smp.nn.DistributedTransformerLayer(**{**layer, "intermediate_size": 8, **options})
+            )
     smp.tp_register_with_module(Own, Doubled)  # the last registration counts
     module = marked(Own)
     inner = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -101,6 +113,10 @@ MISUSE = {
     "register plain": "Plain, which takes the place of module '0' (Own), has no smp.nn.",
     "marks differ": "'0' is DistributedLinear(in_features=4, out_features=4, bias=True, "
     "ranks=2) on rank 0 of the job, and not divided on rank 1",
+    "fails on one rank": "LazyLinear, whose parameters have no shape yet",
+    "heads differ": "'attention.num_attention_heads' is 2 on rank 0 of the job, and 4 on rank 1",
+    "activations differ": "'output.activation' is relu on rank 0 of the job, and functools.partial(",
+    "shapes differ": "'output.dense1.weight' is of shape [4, 4] on rank 0 of the job, and of shape [",
     "optimizer early": "create the optimizer after it",
     "mark late": "has to be called before smp.DistributedModel",
     "batches": "rank 1 of the job has another one than rank 0: choose it by smp.rdp_rank()",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from smddp.modelparallel.job.state import state as job
 from smddp.modelparallel.tensor.transformer.layers import DistributedTransformerLayer
@@ -100,16 +100,6 @@ class Architecture(NamedTuple):
     hooks: tuple[Hooks, ...]
     to_hf: Callable[..., dict[str, Any]]
     to_smp: Callable[..., dict[str, Any]]
-
-    def weights(self, hooks: Hooks, original: nn.Module) -> dict[str, Any]:
-        """Returns the state of a divided module with the weights of the one that it replaces.
-
-        Args:
-            hooks: of the class of `original`.
-            original: a module of transformers, whole.
-        """
-        to_smp = self.translations(hooks, "")[1]
-        return to_smp(original.state_dict())
 
     def translations(
         self, hooks: Hooks, place: str
