@@ -116,7 +116,7 @@ MISUSE = {
     "fails on one rank": "LazyLinear, whose parameters have no shape yet",
     "heads differ": "'attention.num_attention_heads' is 2 on rank 0 of the job, and 4 on rank 1",
     "activations differ": "'output.activation' is relu on rank 0 of the job, and functools.partial(",
-    "shapes differ": "'output.dense1.weight' is of shape [4, 4] on rank 0 of the job, and of shape [",
+    "shapes differ": "'output.dense1.weight' is of shape [4, 4] on rank 0 of the job, and of",
     "optimizer early": "create the optimizer after it",
     "mark late": "has to be called before smp.DistributedModel",
     "batches": "rank 1 of the job has another one than rank 0: choose it by smp.rdp_rank()",
