@@ -20,7 +20,7 @@ from smddp.modelparallel.job.state import state
 from smddp.modelparallel.model.queries import ModelQueries
 from smddp.modelparallel.model.runtime import ModelRuntime
 from smddp.modelparallel.model.same_batch import seed_of_batch
-from smddp.modelparallel.optimizer.clipping import clip_grad_norm
+from smddp.modelparallel.optimizer.clipping import clip_grad_norm, patch_clipping
 from smddp.modelparallel.optimizer.half import to_float, to_half
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.microbatch import divided_arguments
@@ -129,6 +129,7 @@ class DistributedModel(ModelQueries):
             losses = copies if cfg.prescaled_batch else topology.size_of("dp")
             data_parallel.divided = Ranks(state.groups.of_steps("rdp"), copies, losses)
             data_parallel.is_divided = lambda parameter: division_of(parameter) is not None
+            patch_clipping()
         # Not by nn.Module.__setattr__, because it does not belong to the model.
         self.__dict__["runtime"] = ModelRuntime(
             state,

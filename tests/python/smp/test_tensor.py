@@ -9,6 +9,7 @@ import torch
 from ranks import check_ranks
 from smp.zoo import device
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_  # before smp.init, as scripts do
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.tensor.embedding import DistributedEmbedding
@@ -109,7 +110,10 @@ def divided(config: dict[str, Any]) -> dict[str, Any]:
         if step == 0 and model.runtime.sharding is None:
             names = {id(p): name for name, p in module.named_parameters()}
             gradients = {names[id(p)]: p.grad.clone() for p in model.local_parameters()}
-        norms.append(float(smp.clip_grad_norm(0.5)))
+        if config.get("prescaled_batch") and model.runtime.sharding is None:
+            norms.append(float(clip_grad_norm_(model.parameters(), 0.5)))
+        else:
+            norms.append(float(smp.clip_grad_norm(0.5)))
         optimizer.step()
     parts = {name: p for name, p in module.named_parameters() if model.is_distributed_parameter(p)}
     return {

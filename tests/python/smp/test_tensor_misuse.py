@@ -93,6 +93,9 @@ def misused() -> dict[str, str]:
         smp.DistributedOptimizer(inner)
     with refused(texts, "mark late"):
         smp.set_tensor_parallelism(model.get_module()[0])
+    for kind in (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS):
+        with refused(texts, kind.__name__):
+            smp.DistributedOptimizer(kind([p for p in model.parameters() if p.dim() == 2]))
     x = torch.arange(8.0).view(2, WIDTH)
     expected = train(model, x).reduce_mean()
     with refused(texts, "batches"):
@@ -118,6 +121,7 @@ MISUSE = {
     "activations differ": "'output.activation' is relu on rank 0 of the job, and functools.partial",
     "shapes differ": "'output.dense1.weight' is of shape [4, 4] on rank 0 of the job, and of",
     "optimizer early": "create the optimizer after it",
+    **{kind: f"{kind} needs whole parameters" for kind in ("Adafactor", "Muon", "LBFGS")},
     "mark late": "has to be called before smp.DistributedModel",
     "batches": "rank 1 of the job has another one than rank 0: choose it by smp.rdp_rank()",
     "order of batches": "rank 1 of the job has another one than rank 0",
