@@ -24,6 +24,7 @@ __all__ = [
     "bound",
     "causal_output",
     "check_attention",
+    "check_tied",
     "masked",
     "score_mask",
     "states_output",
@@ -196,6 +197,19 @@ def check_attention(config: Any) -> None:
         raise SMPUsageError(
             f"{type(config).__name__}: a model with attn_implementation={kind!r} makes masks that "
             'layers that are divided cannot use; choose "sdpa" or "eager"'
+        )
+
+
+def check_tied(config: Any) -> None:
+    """Checks that the head of a language model has the weights of its word embeddings.
+
+    Raises:
+        SMPUsageError: it has weights of its own.
+    """
+    if not config.tie_word_embeddings:
+        raise SMPUsageError(
+            f"{type(config).__name__}: tie_word_embeddings=False, and the head has the weights of "
+            "the word embeddings if all of the model is divided"
         )
 
 
