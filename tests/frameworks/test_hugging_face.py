@@ -123,11 +123,11 @@ MASKS = ".attn.bias", ".attention.bias", ".crossattention.bias", ".masked_bias"
 CLASSIFIER = {**GPT, "n_head": 4, "n_positions": 20, "vocab_size": 60, "pad_token_id": 0}
 
 
-def make(name: str) -> tuple[Any, Any]:
+def make(name: str, **changed: Any) -> tuple[Any, Any]:
     """Returns the configuration and a model of transformers, with weights that are not small."""
     inner = ("gpt2", "GPT2ForTokenClassification", "GPT2Config", CLASSIFIER)
     _, kind, config_kind, options = {**MODELS, "classifier": inner}[name]
-    config = getattr(transformers, config_kind)(**options)
+    config = getattr(transformers, config_kind)(**{**options, **changed})
     torch.manual_seed(1)
     model = getattr(transformers, kind)(config).eval()
     with torch.no_grad():
@@ -173,7 +173,7 @@ def replaced(module: nn.Module, config: Any, **options: Any) -> nn.Module:
     assert found is not None
     architecture, hooks = found
     result = Replaced(hooks, config, **options)
-    result.inner.load_whole(architecture.weights(hooks, module))
+    result.inner.load_whole(architecture.translations(hooks, "")[1](module.state_dict()))
     return result.eval()
 
 
@@ -497,8 +497,10 @@ def test_an_argument_that_cannot_be_passed_on() -> None:
 def writes(configs: list[dict[str, Any]]) -> None:
     """Compares texts of smp.generate to those of transformers, for each configuration."""
     for config in configs:
+        config = dict(config)
+        name = config.pop("model", "gpt2")
         smp.init({"ddp": True, "microbatches": 2, "_match_weights": True, **config})
-        _, model = make("gpt2")
+        _, model = make(name)
         # Each rank has its own prompts, unless the batch is the same.
         own = smp.rdp_rank() if "prescaled_batch" in config else smp.dp_rank()
         ids = torch.randint(5, 60, (4, 3), generator=torch.Generator().manual_seed(own))
@@ -531,6 +533,44 @@ def writes(configs: list[dict[str, Any]]) -> None:
         smp.shutdown()
 
 
+def whole_without(name: str, options: dict[str, Any]) -> None:
+    """Compares a model that is not divided as a whole, because of its options."""
+    smp.init({"ddp": True, "tensor_parallel_degree": 2, "_match_weights": True})
+    _, model = make(name, use_cache=False, **options)
+    ids = torch.randint(5, 60, (B, S), generator=torch.Generator().manual_seed(smp.rank()))
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+    before = {key: value.clone() for key, value in state_of(model).items()}
+    smp.set_tensor_parallelism(model)
+    module, model = model, smp.DistributedModel(model).eval()
+    assert model.get_module() is module
+    assert len(list(model.distributed_modules()))
+    with torch.no_grad():
+        found = model(input_ids=ids).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    after = without_masks(to_hugging_face(model.state_dict()))
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpt2", {"tie_word_embeddings": False}),
+        ("gptneo", {"tie_word_embeddings": False}),
+        ("gptj", {"tie_word_embeddings": True}),
+        pytest.param(
+            *("gptj", {"rotary_dim": None}),
+            marks=pytest.mark.skipif(
+                transformers.__version__ >= "5", reason="it is a number there"
+            ),
+        ),
+        ("bert", {"position_embedding_type": "relative_key"}),
+    ],
+)
+def test_options_of_which_only_parts_are_divided(name: str, options: dict[str, Any]) -> None:
+    check_ranks(whole_without, "2", name, options)
+
+
 NEW = 6
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 2}
 
@@ -538,4 +578,5 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "pad_token_
 def test_generate_writes_what_transformers_writes() -> None:
     tensor = {"tensor_parallel_degree": 2}
     configs = [{"partitions": 2}, tensor, {**tensor, "prescaled_batch": True}]
+    configs += [{**config, "model": "gptj"} for config in configs[1:]]
     check_ranks(writes, "2", configs, timeout=300)

@@ -12,6 +12,7 @@ from torch import Tensor
 from smddp.modelparallel.api.step import step
 from smddp.modelparallel.common.lost import smp_errors
 from smddp.modelparallel.job.state import state
+from smddp.modelparallel.model.distributed_model import DistributedModel
 from smddp.modelparallel.tensor.module import sequence_multiple
 from smddp_smp.errors import SMPUsageError
 
@@ -100,6 +101,10 @@ def generate(
     finally:
         model.train(training)
     return input_ids
+
+
+# As a method, too. The class cannot have it itself, because it makes no steps.
+DistributedModel.generate = generate  # type: ignore[attr-defined]
 
 
 @smp_errors()

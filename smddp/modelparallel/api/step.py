@@ -6,12 +6,12 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
-from smddp.modelparallel.api.same_batch import seed_of_batch
 from smddp.modelparallel.common.lost import smp_errors
 from smddp.modelparallel.common.random_state import RandomState
 from smddp.modelparallel.common.structure import rebuild
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.model.runtime import ModelRuntime
+from smddp.modelparallel.model.same_batch import seed_of_batch
 from smddp.modelparallel.pipeline.driver import Body, Driver
 from smddp.modelparallel.pipeline.microbatch import StepOutput, collect
 from smddp.modelparallel.pipeline.step import Schedule, StepResult

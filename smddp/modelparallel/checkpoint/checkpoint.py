@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from smddp.modelparallel.checkpoint import safetensors
+from smddp.modelparallel.checkpoint.by_shape import forms_of_model, forms_of_optimizer
 from smddp.modelparallel.common.files import hash_of, read, remove_unfinished, write
 from smddp.modelparallel.common.lost import smp_errors
 from smddp.modelparallel.delayed.life import come_to_life, delayed
@@ -56,6 +57,8 @@ log = logging.getLogger("smddp.modelparallel")
 _MANIFEST = "manifest.json"
 # Is in the folder of a checkpoint from before the first part is written until the manifest is.
 _UNFINISHED = "unfinished"
+# Key of the manifest of a checkpoint of the original library: the tp rank of each file.
+_TP_RANKS = "tp_ranks"
 # Files that hold the newest tag: of all checkpoints; of those in parts (True), in one file (False).
 _NEWEST = "newest"
 _NEWEST_OF_KIND = {True: "newest_in_parts", False: "newest_in_one_file"}
@@ -545,20 +548,22 @@ def _manifest_by_names(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there are no parts of a model.
-        SMPUsageError: the model was divided in another way than by modules.
+        SMPUsageError: the model or the optimizer was divided over replicas.
     """
     found: dict[str, list[str]] = {"model": [], "optimizer": [], FP16_STATES: []}
+    tp_ranks: dict[str, int] = {}
     for file in sorted(folder.glob("*.pt")):
         parts = re.fullmatch(rf"(model|optimizer|{FP16_STATES})((?:_\d+){{1,3}})\.pt", file.name)
         if parts is None:
             continue
-        _, *others = (int(number) for number in parts[2][1:].split("_"))
-        if any(others):
+        _, tp_rank, replica = (*map(int, parts[2][1:].split("_")), 0, 0)[:3]
+        if replica:
             raise SMPUsageError(
-                f"{file} is a part of a model with tensor parallelism, sharded data parallelism or "
-                "a sharded optimizer, as the original library saved it. Only checkpoints that are "
-                "divided by modules can be loaded: save a full checkpoint there, with partial=False"
+                f"{file} is a part of a model with sharded data parallelism or a sharded "
+                "optimizer, as the original library saved it, which cannot be loaded: save a full "
+                "checkpoint there, with partial=False"
             )
+        tp_ranks[file.name] = tp_rank
         found[parts[1]].append(file.name)
     if not found["model"]:
         raise FileNotFoundError(
@@ -569,7 +574,9 @@ def _manifest_by_names(folder: Path) -> dict[str, Any]:
         "smp: %s has no %s, so its %d parts are not checked for damage",
         *(folder, _MANIFEST, sum(map(len, found.values()))),
     )
-    return {**found, "hashes": {}, "partition": None}
+    # Only with tensor parallelism: parts that are divided by modules have whole parameters.
+    more = {_TP_RANKS: tp_ranks} if any(tp_ranks.values()) else {}
+    return {**found, **more, "hashes": {}, "partition": None}
 
 
 def _division(manifest: dict[str, Any]) -> Decision | None:
@@ -604,6 +611,9 @@ def _merged_model(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """Returns the entries of all partitions, mapped from the files; those of shards are delayed."""
     parts = [_part(folder, name, manifest) for name in manifest["model"]]
     forms = [part.pop(SHARDS, {}) for part in parts]
+    if _TP_RANKS in manifest:
+        ranks = [manifest[_TP_RANKS][name] for name in manifest["model"]]
+        forms = forms_of_model(parts, ranks)
     entries = united(parts, forms, lazily=True)
     entries.pop(MARKER, None)
     return entries
@@ -622,6 +632,15 @@ def _merged_optimizer(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     halves = [_part(folder, name, manifest) for name in manifest.get(FP16_STATES, [])]
     for part, half in zip(parts, halves, strict=False):
         part[FP16_STATES] = half
+    if _TP_RANKS in manifest:
+        if halves:
+            raise SMPUsageError(
+                f"{folder} has master weights of the original library with tensor parallelism, "
+                "which cannot be loaded: pass load_optimizer=False"
+            )
+        ranks = [manifest[_TP_RANKS][name] for name in manifest["optimizer"]]
+        for part, forms in zip(parts, forms_of_optimizer(parts, ranks), strict=True):
+            part[SHARDS] = forms
     whole = merged(parts, lazily=True)
     whole.pop(MARKER, None)
     return dict(delayed(whole))

@@ -9,7 +9,11 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["each_new_module"]
+__all__ = ["PARTITION", "each_new_module"]
+
+# Attribute of modules: the partition of the `smp.partition` context in which they were made. A
+# copy of a module has it, too.
+PARTITION = "_smp_partition"
 
 _observers: list[Callable[[nn.Module], None]] = []
 _original_init = nn.Module.__init__

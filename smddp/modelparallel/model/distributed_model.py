@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,15 @@ from smddp.modelparallel.delayed.life import is_delayed
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.model.queries import ModelQueries
 from smddp.modelparallel.model.runtime import ModelRuntime
-from smddp.modelparallel.optimizer.clipping import clip_grad_norm
+from smddp.modelparallel.model.same_batch import seed_of_batch
+from smddp.modelparallel.optimizer.clipping import clip_grad_norm, patch_clipping
 from smddp.modelparallel.optimizer.half import to_float, to_half
 from smddp.modelparallel.pipeline.lazy import force
+from smddp.modelparallel.pipeline.microbatch import divided_arguments
+from smddp.modelparallel.pipeline.randomness import draw_seed, seeded
 from smddp.modelparallel.pipeline.remote_tensor import RemoteTensor, retype
 from smddp.modelparallel.tensor.division import division_of
-from smddp.modelparallel.tensor.replace import check_alike, replace_marked
+from smddp.modelparallel.tensor.replace import alike_on_all, replace_marked
 from smddp_smp.errors import SMPInitializationError, SMPUsageError
 
 __all__ = ["DistributedModel"]
@@ -101,13 +104,15 @@ class DistributedModel(ModelQueries):
         find_unused_parameters: bool = False,
     ) -> None:
         super().__init__()
-        _check(module, trace_device, trace_execution_times, backward_passes_per_step)
-        module = replace_marked(module)
+
+        def made() -> nn.Module:
+            _check(module, trace_device, trace_execution_times, backward_passes_per_step)
+            return replace_marked(module)
+
+        root = alike_on_all(made)
         cfg, topology = state.cfg, state.topology
-        if topology.tp_size > 1:
-            check_alike(module)
-        self.module = Wrapped(module)
-        _name_original_forwards(module)
+        self.module = Wrapped(root)
+        _name_original_forwards(root)
         if overlapping_allreduce is None:
             overlapping_allreduce = cfg.overlapping_allreduce
         data_parallel = DataParallel(
@@ -124,11 +129,12 @@ class DistributedModel(ModelQueries):
             losses = copies if cfg.prescaled_batch else topology.size_of("dp")
             data_parallel.divided = Ranks(state.groups.of_steps("rdp"), copies, losses)
             data_parallel.is_divided = lambda parameter: division_of(parameter) is not None
+            patch_clipping()
         # Not by nn.Module.__setattr__, because it does not belong to the model.
         self.__dict__["runtime"] = ModelRuntime(
             state,
             self,
-            module,
+            root,
             data_parallel,
             average_grads_across_microbatches,
             trace_execution_times,
@@ -147,7 +153,9 @@ class DistributedModel(ModelQueries):
             What the model returns. Its tensors are never lazy.
 
         Raises:
-            SMPUsageError: there are several partitions, and the call is not inside a step.
+            SMPUsageError: there are several partitions, and the call is not inside a step; or the
+                ranks of a tensor-parallel group have batches of different forms, or with
+                `prescaled_batch` different ones.
         """
         task = self.runtime.executor.baton.task
         if task is None and self.runtime.executor.size > 1:
@@ -164,10 +172,22 @@ class DistributedModel(ModelQueries):
             self.runtime.example = Example.of(args, kwargs)
         if not self.partitioned:
             self.runtime.divide(args, kwargs)
-        result = map_tensors(force, self.get_module()(*args, **kwargs))
+        with contextlib.nullcontext() if task is not None else self._compared(args, kwargs):
+            result = map_tensors(force, self.get_module()(*args, **kwargs))
         if task is None:
             result = map_tensors(self.runtime.outside_step, result)
         return result if half is None else to_float(result)
+
+    @contextlib.contextmanager
+    def _compared(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Outside a step, compares the batches of the ranks of the tp group; see `same_batch`."""
+        if state.topology.tp_size == 1:
+            yield
+            return
+        forward = self.get_module().forward
+        seed = seed_of_batch(draw_seed(), lambda: divided_arguments(forward, args, kwargs, ()))
+        with seeded(seed) if state.cfg.prescaled_batch else contextlib.nullcontext():
+            yield
 
     def backward(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from smddp.modelparallel.sharding.shard import Shard
 from smddp.modelparallel.tensor.division import division_of
 from smddp_smp.errors import SMPUsageError
 
-__all__ = ["clip_grad_norm", "global_norm", "largest", "whole_norm"]
+__all__ = ["clip_grad_norm", "global_norm", "largest", "patch_clipping", "whole_norm"]
 
 
 @smp_errors()
@@ -79,7 +80,7 @@ def _norm_of_parts(
 
 
 @smp_errors()
-def global_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
+def global_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """Returns the norm of the gradients of the whole model, each counted once.
 
     All ranks of the model have to call it, those of the tensor-parallel groups included; with
@@ -142,11 +143,7 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     model = state.current_model()
     if model is None:
         raise SMPUsageError("there is no smp.DistributedModel")
-    if state.in_step:
-        raise SMPUsageError(
-            "gradients can be clipped only outside the function decorated with smp.step: there "
-            "they are complete"
-        )
+    _check_outside_step()
     parameters = model.runtime.optimised()
     stand_ins = model.runtime.stand_ins
     if stand_ins is not None and stand_ins.half:
@@ -156,4 +153,50 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         parameters = stand_ins.masters()
     total = global_norm(parameters, norm_type)
     nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
+def _check_outside_step() -> None:
+    if state.in_step:
+        raise SMPUsageError(
+            "gradients can be clipped only outside the function decorated with smp.step: there "
+            "they are complete"
+        )
+
+
+def patch_clipping() -> None:
+    """Lets `torch.nn.utils.clip_grad_norm_` use the norm of whole parameters.
+
+    With tensor parallelism each rank would clip by the norm of its parts, and parameters that are
+    whole on all ranks of a group would not stay the same.
+    """
+    # Scripts that import the function by name have the wrapper, which calls what is in this cell.
+    wrapper: Any = nn.utils.clip_grad_norm_
+    names = wrapper.__code__.co_freevars
+    wrapper.__closure__[names.index("func")].cell_contents = _clip_grad_norm
+
+
+_original_clip: Any = nn.utils.clip_grad_norm_.__wrapped__  # type: ignore[attr-defined]
+
+
+def _clip_grad_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    model = state.current_model()
+    own = set() if model is None else {id(parameter) for parameter in model.parameters()}
+    if not any(division_of(one) is not None or id(one) in own for one in given):
+        found: torch.Tensor = _original_clip(
+            given, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+        return found
+    _check_outside_step()
+    total = global_norm(given, norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(total)}")
+    nn.utils.clip_grads_with_norm_(given, max_norm, total, foreach)
     return total

@@ -65,8 +65,8 @@ class DistributedOptimizer(metaclass=_IsPatched):
     Raises:
         SMPInitializationError: `smp.init` has not been called.
         SMPUsageError: it is no optimizer, or is one of smp already, a parameter of it does not
-            belong to the model, dynamic_loss_args are wrong, or it is LBFGS and its state has to be
-            divided.
+            belong to the model, dynamic_loss_args are wrong, or it needs whole parameters, as
+            Adafactor, LBFGS and Muon do, and ranks have parts of them.
     """
 
     def __new__(
@@ -88,8 +88,8 @@ class DistributedOptimizer(metaclass=_IsPatched):
             raise SMPUsageError("the optimizer is a smp.DistributedOptimizer already")
         scaler = make_scaler(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
         half, sharded = half_precision() is not None, state.groups.sharding is not None
-        if sharded:
-            _refuse_by_class(optimizer)
+        if sharded or state.topology.tp_size > 1:
+            _refuse_by_class(optimizer, sharded)
         stand_ins = None
         if half or sharded:
             used = scaler if half else make_scaler(1.0, False, {})
@@ -131,16 +131,18 @@ _REPLACED = (
     ". With tensor parallelism, smp.DistributedModel replaces parameters: create the optimizer "
     "after it"
 )
-# Optimizers of torch that need whole parameters, or the norm of all of them.
-_OF_WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+# Optimizers that need whole parameters, or the norm of all of them; by the names of their classes.
+_OF_WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon")
+# These work on parameters that only tensor parallelism would divide, which are not sparse then.
+_OF_WHOLE_SHARDS = (*_OF_WHOLE_PARAMETERS, "SparseAdam")
 
 
-def _refuse_by_class(optimizer: Any) -> None:
+def _refuse_by_class(optimizer: Any, sharded: bool) -> None:
     for kind in type(optimizer).__mro__:
-        if kind.__module__.startswith("torch.optim") and kind.__name__ in _OF_WHOLE_PARAMETERS:
+        if kind.__name__ in (_OF_WHOLE_SHARDS if sharded else _OF_WHOLE_PARAMETERS):
             raise SMPUsageError(
-                f"torch.optim.{kind.__name__} needs whole parameters, and with "
-                "sharded_data_parallel_degree an optimizer has only a part of each: use one that "
+                f"{kind.__name__} needs whole parameters, and with tensor_parallel_degree or "
+                "sharded_data_parallel_degree an optimizer has only a part of them: use one that "
                 "updates each element on its own, such as AdamW, or smp.optimizers.FusedLAMB"
             )
 

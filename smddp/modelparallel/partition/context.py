@@ -8,14 +8,11 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from smddp.modelparallel.common.creation import each_new_module
+from smddp.modelparallel.common.creation import PARTITION, each_new_module
 from smddp.modelparallel.job.state import state
 from smddp_smp.errors import SMPPartitionError, SMPUsageError
 
-__all__ = ["ATTRIBUTE", "partition", "set_partition"]
-
-# Attribute of modules created inside a context: the partition. A copy of a module has it, too.
-ATTRIBUTE = "_smp_partition"
+__all__ = ["partition", "set_partition"]
 
 
 @contextlib.contextmanager
@@ -44,7 +41,7 @@ def partition(index: int) -> Iterator[None]:
             "with auto_partition: False and a default_partition in the configuration",
             stacklevel=3,
         )
-    with each_new_module(lambda module: module.__dict__.__setitem__(ATTRIBUTE, index)):
+    with each_new_module(lambda module: module.__dict__.__setitem__(PARTITION, index)):
         yield
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from smddp.modelparallel.partition.context import ATTRIBUTE
+from smddp.modelparallel.common.creation import PARTITION
 from smddp.modelparallel.pipeline.modules import Modules
 
 __all__ = ["has_state", "manual_owners"]
@@ -44,7 +44,7 @@ def manual_owners(
         if number in pins:
             pinned = inherited = pins[number]
         else:
-            inherited = pinned if pinned is not None else module.__dict__.get(ATTRIBUTE, default)
+            inherited = pinned if pinned is not None else module.__dict__.get(PARTITION, default)
         owners[number] = inherited if has_state(module) else None
         for child in module.children():
             walk(child, pinned)

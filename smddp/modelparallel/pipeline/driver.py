@@ -6,7 +6,7 @@ import contextvars
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.microbatch import (
     collect,
-    divided_tensors,
+    divided_arguments,
     split_arguments,
     unequal_lengths,
 )
@@ -73,7 +73,7 @@ class Driver:
         schedule: Schedule,
         args: Any,
         kwargs: Any,
-        agree: Callable[[int, Callable[[], list[torch.Tensor]]], int] = lambda seed, _: seed,
+        agree: Callable[[int, Callable[[], Iterable[Any]]], int] = lambda seed, _: seed,
     ) -> None:
         """Begins nothing yet.
 
@@ -84,7 +84,7 @@ class Driver:
             args: positional arguments of the whole batch.
             kwargs: named arguments of the whole batch.
             agree: gets the seed that this rank has drawn for the step, and a function that returns
-                the tensors that are divided; returns the seed to use.
+                what `divided_arguments` yields; returns the seed to use.
         """
         self._executor = executor
         self._agree = agree
@@ -144,10 +144,9 @@ class Driver:
             self._results[number] = map_tensors(take, result)
             self._executor.caller.settle(frame)
 
-    def _batch(self) -> list[torch.Tensor]:
+    def _batch(self) -> Iterable[Any]:
         body = self._body
-        found = divided_tensors(body.function, self._args, self._kwargs, body.whole)
-        return [tensor for _, tensor in found]
+        return divided_arguments(body.function, self._args, self._kwargs, body.whole)
 
     def _unequal_lengths(self) -> str:
         body = self._body

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from smddp.modelparallel.common.structure import flatten, rebuild
+from smddp.modelparallel.common.structure import Structure, flatten, rebuild
 from smddp_smp.arguments import (
     check_divisible,
     divide_arguments,
@@ -17,7 +17,7 @@ from smddp_smp.arguments import (
 )
 from smddp_smp.errors import SMPUsageError
 
-__all__ = ["StepOutput", "collect", "divided_tensors", "split_arguments", "unequal_lengths"]
+__all__ = ["StepOutput", "collect", "divided_arguments", "split_arguments", "unequal_lengths"]
 
 
 class StepOutput:
@@ -104,21 +104,20 @@ def split_arguments(
     return divide_arguments(function, args, kwargs, count, whole, axes, _pieces)
 
 
-def divided_tensors(
+def divided_arguments(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     whole: Sequence[str],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of a batch that are divided, each with the name of its argument.
+) -> Iterator[tuple[str, Structure, list[torch.Tensor]]]:
+    """Yields name, structure and tensors of each argument that is divided.
 
     The arguments are those of `split_arguments`.
     """
     for name, item, _ in entries(inspect.signature(function).bind(*args, **kwargs)):
-        tensors: list[torch.Tensor] = []
         if name not in whole and not isinstance(item, torch.nn.Module | torch.optim.Optimizer):
-            flatten(item, tensors, [], _slices_itself)
-        yield from ((name, tensor) for tensor in tensors)
+            tensors: list[torch.Tensor] = []
+            yield name, flatten(item, tensors, [], _slices_itself), tensors
 
 
 def unequal_lengths(
@@ -134,10 +133,11 @@ def unequal_lengths(
     The arguments are those of `split_arguments`.
     """
     found: dict[str, int] = {}
-    for name, tensor in divided_tensors(function, args, kwargs, whole):
+    for name, _, tensors in divided_arguments(function, args, kwargs, whole):
         axis = axes.get(name, 0)
-        if -tensor.dim() <= axis < tensor.dim():
-            found[f"{name!r} has {tensor.shape[axis]} (dimension {axis})"] = tensor.shape[axis]
+        for tensor in tensors:
+            if -tensor.dim() <= axis < tensor.dim():
+                found[f"{name!r} has {tensor.shape[axis]} (dimension {axis})"] = tensor.shape[axis]
     if len(set(found.values())) < 2:
         return ""
     return f"the arguments that smp.step divides differ in length: {', '.join(found)}"

@@ -130,6 +130,6 @@ def _promised(shards: Sequence[torch.Tensor], form: Mapping[str, Any]) -> Any:
 
 def _joined(shards: Sequence[torch.Tensor], form: Mapping[str, Any]) -> torch.Tensor:
     if "dimension" in form:
-        return Division(form["dimension"], form["blocks"]).united(shards)
+        return Division(form["dimension"]).united(shards)
     whole = torch.cat([shard.reshape(-1) for shard in shards])
     return whole[: math.prod(form["shape"])].view(form["shape"])

@@ -20,13 +20,9 @@ class Division:
 
     Attributes:
         dimension: the one that is divided.
-        blocks: the dimension consists of so many equal blocks, each of which is divided; a part
-            has a piece of each block. A weight that makes queries, keys and values in one product
-            has three.
     """
 
     dimension: int
-    blocks: int = 1
 
     def part(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """Returns a copy of the part of a rank.
@@ -34,10 +30,9 @@ class Division:
         Args:
             whole: the parameter of one process.
             rank: in the tp group.
-            size: of the group; `blocks * size` divides the dimension.
+            size: of the group; it divides the dimension.
         """
-        pieces = [b.chunk(size, self.dimension)[rank] for b in self._blocks_of(whole)]
-        return torch.cat(pieces, self.dimension)
+        return whole.chunk(size, self.dimension)[rank].clone(memory_format=torch.contiguous_format)
 
     def united(self, parts: Sequence[Tensor]) -> Tensor:
         """Returns the whole parameter.
@@ -45,8 +40,7 @@ class Division:
         Args:
             parts: of all ranks, in the order of ranks.
         """
-        pieces = zip(*map(self._blocks_of, parts), strict=True)
-        return torch.cat([piece for block in pieces for piece in block], self.dimension)
+        return torch.cat(list(parts), self.dimension)
 
     def whole_shape(self, part: torch.Size, size: int) -> torch.Size:
         """Returns the shape of the whole parameter.
@@ -77,9 +71,6 @@ class Division:
             else value
             for key, value in state.items()
         }
-
-    def _blocks_of(self, x: Tensor) -> tuple[Tensor, ...]:
-        return x.chunk(self.blocks, self.dimension)
 
 
 def mark(parameters: Iterator[tuple[Any, Division]]) -> None:

@@ -42,6 +42,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smddp.modelparallel.job.collectives import Collectives
+from smddp.modelparallel.job.state import state
 from smddp.modelparallel.tensor.gathered import note_source
 from smddp_smp.errors import SMPUsageError
 
@@ -67,9 +68,22 @@ class Exchange:
         self.collectives, self.prescaled = collectives, prescaled
         self.rank, self.size = collectives.group.rank(), collectives.group.size()
 
+    @classmethod
+    def of_job(cls) -> Exchange:
+        """Returns that of this rank's tp group, as configured.
+
+        Raises:
+            SMPInitializationError: `smp.init` has not been called.
+        """
+        return cls(state.groups.exchange, state.cfg.prescaled_batch)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         """Returns itself: it does not change, and a process group cannot be copied."""
         return self
+
+    def __reduce__(self) -> Any:
+        """Lets modules pickle; the copy exchanges in the job that loads it."""
+        return self.of_job, ()
 
     def gather(self, x: Tensor) -> Tensor:
         """Returns the examples of all ranks, [B, ...] -> [T * B, ...]; [B, ...] if prescaled."""
@@ -172,6 +186,11 @@ class SequenceExchange(Exchange):
 
     def __init__(self, collectives: Collectives) -> None:
         super().__init__(collectives, prescaled=True)
+
+    @classmethod
+    def of_job(cls) -> SequenceExchange:
+        """Returns that of this rank's tp group; see `Exchange.of_job`."""
+        return cls(state.groups.exchange)
 
     def gather(self, x: Tensor) -> Tensor:
         """Returns whole sequences, [B, S / T, ...] -> [B, S, ...], for divided parameters.

@@ -22,6 +22,7 @@ __all__ = [
     "Division",
     "divisions_of",
     "is_divided",
+    "load_whole",
     "mark_divided",
     "sequence_multiple",
 ]
@@ -69,7 +70,7 @@ class DistributedModule(nn.Module):
         """
         super().__init__()
         if exchange is None:
-            exchange = Exchange(state.groups.exchange, state.cfg.prescaled_batch)
+            exchange = Exchange.of_job()
         self.exchange = exchange
         self.divisions: dict[str, Division] = {}
 
@@ -104,11 +105,11 @@ class DistributedModule(nn.Module):
         """
         whole = torch.empty(shape, device=device, dtype=dtype)
         size = self.exchange.size
-        if division is not None and shape[division.dimension] % (division.blocks * size):
+        if division is not None and shape[division.dimension] % size:
             raise SMPUsageError(
                 f"{type(self).__name__}: {name} of shape {list(shape)} cannot be divided over "
                 f"{size} tensor-parallel ranks: dimension {division.dimension} has to be a "
-                f"multiple of {division.blocks * size}"
+                f"multiple of {size}"
             )
         with torch.no_grad():
             initialize(whole)
@@ -129,14 +130,7 @@ class DistributedModule(nn.Module):
         Raises:
             RuntimeError: an entry is missing, unknown, or of another shape.
         """
-        divisions = dict(_named_divisions(self))
-        parts = {
-            name: divisions[name].part(value, self.exchange.rank, self.exchange.size)
-            if name in divisions
-            else value
-            for name, value in entries.items()
-        }
-        self.load_state_dict(parts)
+        load_whole(self, entries)
 
     def match(self, original: nn.Module) -> None:
         """Takes over the weights of the module that this one replaces.
@@ -160,12 +154,22 @@ class DistributedModule(nn.Module):
             yield
 
 
-def _named_divisions(root: nn.Module) -> Iterator[tuple[str, Division]]:
+def load_whole(root: nn.Module, entries: Mapping[str, Tensor]) -> None:
+    """Does what `DistributedModule.load_whole` does, for any module with such modules inside."""
+    divided = {name: (division, exchange) for name, division, exchange in _divided(root)}
+    parts = dict(entries)
+    for name in divided.keys() & entries.keys():
+        division, exchange = divided[name]
+        parts[name] = division.part(entries[name], exchange.rank, exchange.size)
+    root.load_state_dict(parts)
+
+
+def _divided(root: nn.Module) -> Iterator[tuple[str, Division, Exchange]]:
     # A module that is reachable by several names has entries of all of them in a state dict.
     for prefix, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, DistributedModule):
             for name, division in module.divisions.items():
-                yield (f"{prefix}.{name}" if prefix else name), division
+                yield f"{prefix}.{name}" if prefix else name, division, module.exchange
 
 
 def divisions_of(root: nn.Module) -> dict[str, Division]:
@@ -177,7 +181,7 @@ def divisions_of(root: nn.Module) -> dict[str, Division]:
     Returns:
         A value for each divided parameter, by its names in the model.
     """
-    return dict(_named_divisions(root))
+    return {name: division for name, division, _ in _divided(root)}
 
 
 def is_divided(root: nn.Module) -> bool:

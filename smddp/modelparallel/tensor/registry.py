@@ -42,17 +42,15 @@ class Registration:
         init_hook: translates the arguments of `__init__`; None if they are the same.
         forward_hook: translates the arguments of `forward`; None if they are the same.
         return_hook: translates the result of `forward`; None if it is the same.
-        weights: returns the whole state of the new module with the weights of the one that it
-            replaces; None if the names are the same, or the class of the new module knows.
         translations: returns translations of a model's state, from names of the new module and to
-            them, for the name that the module has in the model; None if there are none.
+            them, for the name that the module has in the model; None if the names are the same, or
+            the class of the new module knows.
     """
 
     dist_module: type[nn.Module]
     init_hook: _Hook | None = None
     forward_hook: _Hook | None = None
     return_hook: _Hook | None = None
-    weights: Callable[[Any], dict[str, Any]] | None = None
     translations: Callable[[str], tuple[_Hook, _Hook]] | None = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator
@@ -11,10 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from smddp.modelparallel.job.meeting import gathered
+from smddp.modelparallel.common.creation import PARTITION
+from smddp.modelparallel.delayed.context import delay_param_initialization
+from smddp.modelparallel.delayed.life import is_delayed
+from smddp.modelparallel.job.meeting import done_on_all, together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.tensor.marks import mark_of
-from smddp.modelparallel.tensor.module import DistributedModule
+from smddp.modelparallel.tensor.module import DistributedModule, load_whole
 from smddp.modelparallel.tensor.registry import (
     Registration,
     arguments_of,
@@ -23,7 +27,7 @@ from smddp.modelparallel.tensor.registry import (
 )
 from smddp_smp.errors import SMPUsageError
 
-__all__ = ["check_alike", "replace_marked"]
+__all__ = ["alike_on_all", "replace_marked"]
 
 log = logging.getLogger("smddp.modelparallel")
 
@@ -33,8 +37,9 @@ def replace_marked(root: nn.Module) -> nn.Module:
 
     It does so at any degree: scripts, checkpoints and seeds then find the same model at degree 1.
 
-    A module stays whole if it shares a parameter with a module outside it, or if the distributed
-    module refuses its arguments, for instance because a size cannot be divided. The log says so.
+    A module stays whole if it shares a parameter or a module with a module outside it, if it has
+    hooks, or if the distributed module refuses its arguments, for instance because a size cannot
+    be divided. The log says so, and the modules inside it are looked at.
 
     Args:
         root: the model; it is changed.
@@ -59,15 +64,24 @@ def replace_marked(root: nn.Module) -> nn.Module:
     if state.cfg.prescaled_batch:
         plan = planned_in(root, state.topology.tp_size, say)
     holders = _holders(root)
-    new: dict[int, nn.Module] = {}
+    done: dict[nn.Module, nn.Module] = {}
     unknown = {option for module in root.modules() for option in mark_of(module) or ()}
-    for parent, child_name, full_name, module in list(_candidates(root)):
-        if id(module) not in new:
-            new[id(module)] = _replacement(root, module, full_name, holders, plan, unknown, say)
-        if parent is None:
-            root = new[id(module)]
-        else:
-            parent._modules[child_name] = new[id(module)]
+
+    def replaced(module: nn.Module, name: str) -> nn.Module:
+        if module in done:
+            return done[module]
+        done[module] = new = module
+        if mark_of(module) is not None and registration_of(module) is not None:
+            new = _replacement(root, module, name, holders, plan, unknown, say)
+            done[module] = new
+        if new is module and not isinstance(module, DistributedModule):
+            # Not named_children, which leaves out the second name of a module that has two.
+            for own, child in list(module._modules.items()):
+                if child is not None:
+                    module._modules[own] = replaced(child, f"{name}.{own}" if name else own)
+        return new
+
+    root = replaced(root, "")
     if unknown and first:
         log.warning(
             "smp: tensor parallelism: no module that is divided has an option %s",
@@ -76,60 +90,104 @@ def replace_marked(root: nn.Module) -> nn.Module:
     return root
 
 
-def check_alike(root: nn.Module) -> None:
-    """Raises on all ranks of the tp group, which all have to call it, if their models differ.
+def alike_on_all(make: Callable[[], nn.Module]) -> nn.Module:
+    """Returns the model that `make` returns, after `replace_marked`.
 
-    They would wait for each other in exchanges that only some of them make.
+    All ranks of the tp group have to call it. If it fails on one, or if models differ, it raises on
+    all of them: they would wait for each other in exchanges that only some of them make.
 
     Args:
-        root: the model, after `replace_marked`.
+        make: returns the model of this rank.
 
     Raises:
         SMPUsageError: a module is divided on one rank, and not, or not like that, on another.
-        SMPPeerError: a rank has not called this within the timeout of the process group.
+        SMPPeerError: a rank has not called this within the timeout of the process group, or `make`
+            has failed on another rank.
+        Exception: what `make` raises.
     """
-    mine = {
-        name: f"{type(module).__name__}({module.extra_repr()})"
-        for name, module in root.named_modules()
-        if isinstance(module, DistributedModule)
-    }
-    group = state.groups.of("tp")
-    of_ranks = gathered("smp.DistributedModel", mine, group, "the tensor-parallel group")
+    if not state.initialized or state.topology.tp_size == 1:
+        return make()
+    made: list[nn.Module] = []
+
+    def described() -> dict[str, str]:
+        made.append(make())
+        return _description(made[0])
+
+    what, group = "smp.DistributedModel", state.groups.of("tp")
+    with together(what, group, "the tensor-parallel group"):
+        of_ranks = done_on_all(what, described, group)
     first, *ranks = state.topology.members("tp")
     for rank, other in zip(ranks, of_ranks[1:], strict=True):
         for name in {**of_ranks[0], **other}:
             there, here = (found.get(name, "not divided") for found in (of_ranks[0], other))
             if there != here:
                 raise SMPUsageError(
-                    f"all ranks have to divide the same modules: {name!r} is {there} on rank "
-                    f"{first} of the job, and {here} on rank {rank}"
+                    f"all ranks have to divide the same modules in the same way: {name!r} is "
+                    f"{there} on rank {first} of the job, and {here} on rank {rank}"
                 )
+    return made[0]
 
 
-def _candidates(
-    module: nn.Module, parent: nn.Module | None = None, name: str = "", prefix: str = ""
-) -> Iterator[tuple[nn.Module | None, str, str, nn.Module]]:
-    """Yields parent, name in the parent, full name and module of the outermost supported ones."""
-    if isinstance(module, DistributedModule):
-        return
-    full = f"{prefix}.{name}" if prefix else name
-    if mark_of(module) is not None and registration_of(module) is not None:
-        yield parent, name, full, module
-        return
-    # Not named_children, which leaves out the second name of a module that has two.
-    for child_name, child in module._modules.items():
-        if child is not None:
-            yield from _candidates(child, module, child_name, full)
+def _description(root: nn.Module) -> dict[str, str]:
+    """Returns what has to be the same on all ranks of a tp group, by name."""
+    found: dict[str, str] = {}
+    for name, module in root.named_modules():
+        if not isinstance(module, DistributedModule):
+            continue
+        found[name] = f"{type(module).__name__}({module.extra_repr()})"
+        for part_name, part in module.named_modules(prefix=name):
+            for own, parameter in part._parameters.items():
+                if parameter is not None:
+                    found[f"{part_name}.{own}"] = f"of shape {list(parameter.shape)}"
+            # Classes of scripts may keep there what differs among ranks.
+            if type(part).__module__.startswith(("smddp.", "torch.nn.")):
+                options = ((own, _option(value)) for own, value in vars(part).items())
+                found.update(
+                    (f"{part_name}.{own}", text)
+                    for own, text in options
+                    if text and not own.startswith("_smp") and own != "training"
+                )
+    return found
+
+
+def _option(value: Any) -> str:
+    """Describes an argument of a module; returns "" for other attributes."""
+    if isinstance(value, bool | int | float | str | tuple | None):
+        return repr(value)
+    return (getattr(value, "__qualname__", "") or repr(value)) if callable(value) else ""
 
 
 def _holders(root: nn.Module) -> dict[int, list[nn.Module]]:
-    """Returns the modules that have each parameter as an attribute, by its id."""
+    """Returns the modules that have each parameter or module as an attribute, by its id."""
     found: dict[int, list[nn.Module]] = {}
     for module in root.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                found.setdefault(id(parameter), []).append(module)
+        for part in (*module._parameters.values(), *module._modules.values()):
+            if part is not None:
+                found.setdefault(id(part), []).append(module)
     return found
+
+
+def _obstacle(module: nn.Module, holders: dict[int, list[nn.Module]]) -> str:
+    """Says why another module cannot take the place of a module; nothing if it can."""
+    inside = {id(part) for part in module.modules()}
+
+    def is_shared(part: Any) -> bool:
+        return any(id(holder) not in inside for holder in holders[id(part)])
+
+    for own, parameter in module.named_parameters():
+        if is_shared(parameter):
+            return f"it shares its parameter {own!r} with another module"
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return f"its parameter {own!r} has hooks, which would be lost"
+    for own, part in module.named_modules():
+        if part is not module and any(True for _ in part.parameters()) and is_shared(part):
+            return f"it shares its module {own!r} with another module"
+        if any(getattr(part, hooks) for hooks in _HOOKS):
+            return f"{f'its module {own!r}' if own else 'it'} has hooks, which would be lost"
+    return ""
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _replacement(
@@ -146,57 +204,110 @@ def _replacement(
     It takes the options that the distributed module has out of `unknown`.
     """
     kind = type(module).__name__
-    stays = f"module {name!r} ({kind}) is not divided over tensor-parallel ranks"
-    inside = {id(part) for part in module.modules()}
-    for own, parameter in module.named_parameters():
-        if any(id(holder) not in inside for holder in holders[id(parameter)]):
-            say(f"{stays}: it shares its parameter {own!r} with another module")
-            return module
+
+    def stays(reason: str) -> nn.Module:
+        say(f"module {name!r} ({kind}) is not divided over tensor-parallel ranks: {reason}")
+        return module
+
+    if reason := _obstacle(module, holders):
+        return stays(reason)
     registration = plan.get(id(module)) or registration_of(module)
     options = mark_of(module)
     assert registration is not None
     assert options is not None
     args, kwargs = arguments_of(module, root)
-    if registration.init_hook is not None:
-        args, kwargs = registration.init_hook(*args, **kwargs)
-    known = inspect.signature(registration.dist_module).parameters
-    unknown.difference_update(known)
-    kwargs = {**kwargs, **{key: value for key, value in options.items() if key in known}}
+    to_smp = _unchanged
+    if registration.translations is not None:
+        to_smp = registration.translations("")[1]
+    delayed = any(map(is_delayed, module.parameters()))
     try:
-        with _settings_of(module):
+        if registration.init_hook is not None:
+            args, kwargs = registration.init_hook(*args, **kwargs)
+        known = inspect.signature(registration.dist_module).parameters
+        unknown.difference_update(known)
+        kwargs = {**kwargs, **{key: value for key, value in options.items() if key in known}}
+        with _settings_of(module), delay_param_initialization(delayed):
             result: nn.Module = registration.dist_module(*args, **kwargs)
     except SMPUsageError as error:
-        say(f"{stays}: {error}")
-        return module
+        return stays(str(error))
     if not any(isinstance(part, DistributedModule) for part in result.modules()):
         raise SMPUsageError(
             f"smp.tp_register: {type(result).__name__}, which takes the place of module {name!r} "
             f"({kind}), has no smp.nn.DistributedModule in it, so nothing would be divided: "
             "inherit from smp.nn.DistributedModule, or use modules such as smp.nn.DistributedLinear"
         )
-    if state.cfg._match_weights and isinstance(result, DistributedModule):
-        if registration.weights is None:
-            result.match(module)
-        else:
-            result.load_whole(registration.weights(module))
+    if lost := _freeze(result, module, to_smp):
+        return stays(f"{type(result).__name__} has no parameter for {lost!r}, which is frozen")
+    if state.cfg._match_weights:
+        with delay_param_initialization(delayed):
+            match: Any = getattr(result, "match", None)
+            if match is not None and registration.translations is None:
+                match(module)
+            else:
+                load_whole(result, to_smp(module.state_dict()))
     if registration.translations is not None:
         state.module_manager.translate_functions.append(registration.translations(name))
     # Hooks of torch, not a module around it: the names of its parameters stay its own.
-    translate, translate_result = registration.forward_hook, registration.return_hook
-    if translate is not None:
+    if registration.forward_hook is not None:
         result.register_forward_pre_hook(
-            lambda _, args, kwargs: _plain(translate(*args, **kwargs)), with_kwargs=True
+            functools.partial(_translate, registration.forward_hook), with_kwargs=True
         )
-    if translate_result is not None:
-        result.register_forward_hook(lambda _, __, found: translate_result(found))
+    if registration.return_hook is not None:
+        result.register_forward_hook(functools.partial(_translate_result, registration.return_hook))
     result.train(module.training)
+    for part in result.modules():
+        if PARTITION in vars(module):
+            part.__dict__[PARTITION] = vars(module)[PARTITION]
     return result
 
 
-def _plain(arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns what a hook has returned, an iterable and a dict, as torch wants it."""
-    args, kwargs = arguments
+def _unchanged(state: dict[str, Any]) -> dict[str, Any]:
+    return state
+
+
+def _freeze(
+    result: nn.Module, module: nn.Module, to_smp: Callable[[dict[str, Any]], dict[str, Any]]
+) -> str:
+    """Lets those parameters need no gradient that need none in the module that is replaced.
+
+    Args:
+        result: the new module.
+        module: the one that is replaced.
+        to_smp: translates names of its parameters to those of `result`.
+
+    Returns:
+        The name of one that is not in `result`; nothing if all are.
+    """
+    needs = {
+        name: parameter.requires_grad
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+    if needs and not any(needs.values()):
+        result.requires_grad_(False)
+    if all(needs.values()) or not any(needs.values()):
+        return ""
+    flags = {
+        name: torch.tensor(needs[name]).expand(parameter.shape)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+    own = dict(result.named_parameters(remove_duplicate=False))
+    for name, flag in to_smp(flags).items():
+        if not flag.all():
+            if name not in own:
+                return name
+            own[name].requires_grad_(False)
+    return ""
+
+
+def _translate(
+    hook: Callable[..., Any], _: nn.Module, args: Any, kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = hook(*args, **kwargs)
     return tuple(args), dict(kwargs)
+
+
+def _translate_result(hook: Callable[..., Any], _: nn.Module, __: Any, found: Any) -> Any:
+    return hook(found)
 
 
 @contextlib.contextmanager

@@ -361,7 +361,7 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "two_partial")
     (tmp_path / "two_partial").mkdir()
     check_ranks(damaged, "2", str(tmp_path), "neither manifest.json nor parts named", "missing")
-    (tmp_path / "two_partial" / "model_0_1.pt").touch()
+    (tmp_path / "two_partial" / "model_0_0_1.pt").touch()
     check_ranks(damaged, "2", str(tmp_path), "save a full checkpoint there", "usage")
 
 

@@ -19,6 +19,12 @@ from smddp.modelparallel.pipeline.timeline import Span
 from smddp_smp.errors import SMPPartitionError, SMPUsageError
 from smdistributed.modelparallel.torch.patches import checkpoint as patch
 
+_HEADS = "num_attention_heads=32, attention_head_size=32, hidden_size=1024"
+_LAYER = (
+    "intermediate_size=4096, attention_dropout_prob=0.1, hidden_dropout_prob=0.1, activation=gelu, "
+    "layernorm_epsilon=1e-05, initializer_range=0.02, use_normal_initialization=False, "
+    "causal_mask_size=None, add_cross_attention=False, pre_layernorm=False, post_layernorm=True"
+)
 # Name -> parameters in order, those with a default as name=default; others may follow them.
 SIGNATURES: dict[str, str] = {
     "init": "config=None",
@@ -57,6 +63,30 @@ SIGNATURES: dict[str, str] = {
     "DistributedModel.is_distributed_parameter": "self, parameter",
     "DistributedOptimizer.__new__": "cls, optimizer, static_loss_scale=1.0, "
     "dynamic_loss_scale=False, dynamic_loss_args",
+    "DistributedModel.generate": "model, input_ids, max_new_tokens, attention_mask=None, "
+    "eos_token_id=None, pad_token_id=None",
+    "nn.DistributedLinear": "in_features, out_features, bias=True",
+    "nn.DistributedEmbedding": "num_embeddings, embedding_dim, padding_idx=None, max_norm=None, "
+    "norm_type=2.0, scale_grad_by_freq=False, sparse=False, _weight=None, initializer_range=0.02, "
+    "_skip_allgather=False, _skip_scatter_and_merge=False",
+    "nn.DistributedTransformerLMHead": f"num_layers=12, {_HEADS}, intermediate_size=4096, "
+    "vocab_size=30522, num_positions=1024, attention_dropout_prob=0.1, hidden_dropout_prob=0.1, "
+    "activation=gelu, layernorm_epsilon=1e-05, num_token_types=0, causal_mask_size=None, "
+    "add_cross_attention=False, add_lm_head=True, initializer_range=0.02, "
+    "use_normal_initialization=False, pre_layernorm=False, post_layernorm=True",
+    "nn.DistributedTransformer": f"num_layers=12, {_HEADS}, {_LAYER}",
+    "nn.DistributedTransformerLayer": f"{_HEADS}, {_LAYER}",
+    "nn.DistributedAttentionLayer": f"{_HEADS}, attention_dropout_prob=0.1, "
+    "hidden_dropout_prob=0.1, layernorm_epsilon=1e-05, initializer_range=0.02, "
+    "use_normal_initialization=False, cross_attention=False, causal_mask_size=None, "
+    "pre_layernorm=False, post_layernorm=True",
+    "nn.DistributedTransformerOutputLayer": "hidden_size=1024, intermediate_size=4096, "
+    "hidden_dropout_prob=0.1, activation=gelu, layernorm_epsilon=1e-05, initializer_range=0.02, "
+    "use_normal_initialization=False, pre_layernorm=False, post_layernorm=True, "
+    "fp32_residual_addition=False",
+    "nn.FlashAttentionLayer": "attention_dropout_prob=0.1, attention_head_size=None, "
+    "scale_attention_scores=True, scale_attn_by_layer_idx=False, layer_idx=None, scale=None, "
+    "triton_flash_attention=False, use_alibi=False",
     "optimizers.FusedLAMB": "params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-06",
     "utils.rmsg": "message",
     "utils.get_distribution_axis": "parameter",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +81,38 @@ def test_messages() -> None:
     assert [result["neighbour"] for result in results] == [1, 0, 3, 2]
     assert {result["news"] for result in results} == {"news"}
     assert results[3]["all"] == [(1, "x"), (3, "xxx")]
+
+
+def talk_in_tp_groups(folder: str) -> list[str]:
+    smp.init({"tensor_parallel_degree": 2, "partitions": 2, "ddp": True})
+    rank, me, other = smp.rank(), smp.tp_rank(), 1 - smp.tp_rank()
+    group = smp.get_tp_group()
+    assert smp.tp_size() == 2
+    assert group[me] == rank
+    assert dist.get_process_group_ranks(smp.get_tp_process_group()) == group
+    if me == 0:
+        smp.send(rank, other, smp.TP_RANK)
+        assert smp.recv_from(other, smp.TP_RANK) == group[other]
+        smp.broadcast([rank], smp.TP_GROUP)
+    else:
+        assert smp.recv_from(other, smp.TP_RANK) == group[other]
+        smp.send(rank, other, smp.TP_RANK)
+        assert smp.recv_from(other, smp.TP_RANK) == [group[0]]
+    assert smp.allgather(rank, smp.TP_GROUP) == group
+    smp.barrier(smp.TP_GROUP)
+    place = f"{smp.pp_rank()}_{me}"
+    smp.save(place, f"{folder}/of_parts")
+    smp.save(rank, f"{folder}/of_all", v3=True)
+    assert smp.load(f"{folder}/of_parts") == place
+    return [f"of_parts_{place}", f"of_all_{place}_{smp.rdp_rank()}"]
+
+
+def test_messages_and_files_of_tensor_parallel_ranks(tmp_path: Path) -> None:
+    names = check_ranks(talk_in_tp_groups, "8", str(tmp_path))
+    assert {file.name for file in tmp_path.iterdir()} == {name for some in names for name in some}
+    assert sorted(file.name for file in tmp_path.glob("of_parts*")) == [
+        f"of_parts_{pp}_{tp}" for pp in (0, 1) for tp in (0, 1)
+    ]
 
 
 # The variables that each launcher sets for RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from ranks import check_ranks
 from smp.zoo import device
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_  # before smp.init, as scripts do
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.tensor.embedding import DistributedEmbedding
@@ -109,7 +111,10 @@ def divided(config: dict[str, Any]) -> dict[str, Any]:
         if step == 0 and model.runtime.sharding is None:
             names = {id(p): name for name, p in module.named_parameters()}
             gradients = {names[id(p)]: p.grad.clone() for p in model.local_parameters()}
-        norms.append(float(smp.clip_grad_norm(0.5)))
+        if config.get("prescaled_batch") and model.runtime.sharding is None:
+            norms.append(float(clip_grad_norm_(model.parameters(), 0.5)))
+        else:
+            norms.append(float(smp.clip_grad_norm(0.5)))
         optimizer.step()
     parts = {name: p for name, p in module.named_parameters() if model.is_distributed_parameter(p)}
     return {
@@ -232,12 +237,74 @@ def test_ranks_with_one_batch_leave_out_the_same(pp: int) -> None:
 def hooked() -> None:
     smp.init({"ddp": True, "tensor_parallel_degree": 2})
     model = smp.DistributedModel(WithDropout())
+    with pytest.raises(smp.SMPUsageError, match=r"join\(\) does not work with tensor_parallel_"):
+        model.join()
     with pytest.raises(smp.SMPUsageError, match="register_comm_hook does not work with tensor_"):
         model.register_comm_hook(None, lambda state, bucket: None)
 
 
 def test_hooks_of_gradients_are_refused() -> None:
     check_ranks(hooked, "2")
+
+
+def fused(size: int) -> list[Any]:
+    """Trains with each fused optimizer; returns states of the model."""
+    found = []
+    for name in ("FusedAdam", "FusedLAMB", "FusedNovoGrad"):
+        smp.init({"ddp": True, "tensor_parallel_degree": size, "prescaled_batch": True})
+        model = smp.DistributedModel(Model(DistributedLinear, DistributedEmbedding))
+        model.load_state_dict(ordinary().state_dict())
+        # With a small eps the biases of keys, whose gradients are rounding errors, would move.
+        options = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}
+        inner = getattr(smp.optimizers, name)(model.parameters(), **options)
+        optimizer = smp.DistributedOptimizer(inner)
+        for step in range(3):
+            optimizer.zero_grad()
+            train(model, batch_of(step, 0).to(device()))
+            optimizer.step()
+        found.append({key: value.cpu().clone() for key, value in model.state_dict().items()})
+        del model, inner, optimizer
+        gc.collect()
+        smp.shutdown()
+    return found
+
+
+def test_fused_optimizers_use_norms_of_whole_parameters() -> None:
+    expected = check_ranks(fused, "1", 1)[0]
+    for found in check_ranks(fused, "2", 2):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def embedded() -> None:
+    """Compares embeddings with arguments of every kind to torch's."""
+    smp.init({"ddp": True, "tensor_parallel_degree": 2})
+    weight = torch.randn(WORDS, WIDTH, generator=torch.Generator().manual_seed(1))
+    ids = [batch_of(0, number) for number in range(2)]
+    whole = nn.Embedding(WORDS, WIDTH, padding_idx=0, scale_grad_by_freq=True, _weight=weight)
+    whole(torch.cat(ids)).square().sum().backward()
+    arguments: dict[str, Any] = {"padding_idx": 0, "scale_grad_by_freq": True, "_weight": weight}
+    part = DistributedEmbedding(WORDS, WIDTH, **arguments)
+    rows = part(ids[smp.tp_rank()])
+    torch.testing.assert_close(rows, whole(ids[smp.tp_rank()]))
+    rows.square().sum().backward()
+    assert whole.weight.grad is not None
+    torch.testing.assert_close(part.weight.grad, whole.weight.grad.chunk(2, 1)[smp.tp_rank()])
+    with smp.tensor_parallelism():
+        net = nn.Sequential(nn.Embedding(4, 4, max_norm=1.0), nn.Embedding(4, 4, sparse=True))
+    for wrong, text in (
+        ({"max_norm": 1.0}, "max_norm=1.0 is not possible"),
+        ({"sparse": True}, "sparse=True is not possible"),
+        ({"_weight": weight[:, :4]}, r"whole, of shape \[11, 8\]; it has \[11, 4\]"),
+        ({"padding_idx": WORDS}, "padding_idx 11 is no row"),
+    ):
+        with pytest.raises(smp.SMPUsageError, match=text):
+            DistributedEmbedding(WORDS, WIDTH, **wrong)
+    model = smp.DistributedModel(net)
+    assert not list(model.distributed_modules())
+
+
+def test_arguments_of_embeddings() -> None:
+    check_ranks(embedded, "2")
 
 
 def in_half() -> tuple[list[float], list[float]]:

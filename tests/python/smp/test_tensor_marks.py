@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.checkpoint.checkpoint import full_state_dict
+from smddp.modelparallel.sharding.joined import SHARDS
 from smddp.modelparallel.tensor.registry import tp_register, tp_register_with_module
 from smddp_smp.errors import SMPUsageError
 
@@ -235,7 +236,7 @@ def job(config: dict[str, Any], path: str, resumes: str | None, first: int) -> d
         expected = trained([first + 2])
         for same in (False, True):
             model.load_state_dict(parts[0], same_partition_load=same)
-            optimizer.load_state_dict(parts[1])
+            optimizer.load_state_dict(copy.deepcopy(parts[1]))  # torch does not copy it
             torch.testing.assert_close(trained([first + 2]), expected, rtol=0, atol=0)
         model.load_state_dict(parts[0])
     return {name: value.cpu() for name, value in model.state_dict().items()}
@@ -280,6 +281,27 @@ def test_checkpoints_load_at_other_degrees(
     for others in results:
         for other in others:
             for name, value in results[-1][0].items():
+                torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.multiprocess
+def test_checkpoints_load_at_more_and_less_ranks(tmp_path: Path) -> None:
+    """Those of the original library do not say how they are divided."""
+    two = {"tensor_parallel_degree": 2}
+    paths = {name: tmp_path / name for name in ("1", "4")}
+    check_ranks(job, "1", {}, str(paths["1"]), None, 0)
+    check_ranks(job, "4", {"tensor_parallel_degree": 4}, str(paths["4"]), None, 0)
+    results = [check_ranks(job, "2", two, str(path), "parts", 2) for path in paths.values()]
+    folder = paths["4"] / "parts_partial"
+    (folder / "manifest.json").unlink()
+    for file in folder.glob("[mo]*.pt"):
+        part = torch.load(file)
+        del part[SHARDS]
+        torch.save(part, file)
+    results.append(check_ranks(job, "2", two, str(paths["4"]), "parts", 2))
+    for others in results:
+        for other in others:
+            for name, value in results[0][0].items():
                 torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-5, msg=name)
 
 

@@ -72,6 +72,18 @@ def misused() -> dict[str, str]:
         smp.DistributedModel(marked(Own))
     with refused(texts, "marks differ"):
         smp.DistributedModel(marked(on=rank == 0))
+    with refused(texts, "fails on one rank"):
+        smp.DistributedModel(nn.LazyLinear(WIDTH) if rank else marked())
+    for name, options in (
+        ("heads differ", {"num_attention_heads": 2 + 2 * rank, "attention_head_size": 2 - rank}),
+        ("activations differ", {"activation": "gelu_new" if rank else "relu"}),
+        ("shapes differ", {"intermediate_size": 8 + 8 * rank}),
+    ):
+        layer = {"num_attention_heads": 2, "attention_head_size": 2, "hidden_size": WIDTH}
+        with refused(texts, name):
+            smp.DistributedModel(
+                smp.nn.DistributedTransformerLayer(**{**layer, "intermediate_size": 8, **options})
+            )
     smp.tp_register_with_module(Own, Doubled)  # the last registration counts
     module = marked(Own)
     inner = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -81,6 +93,9 @@ def misused() -> dict[str, str]:
         smp.DistributedOptimizer(inner)
     with refused(texts, "mark late"):
         smp.set_tensor_parallelism(model.get_module()[0])
+    for kind in (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS):
+        with refused(texts, kind.__name__):
+            smp.DistributedOptimizer(kind([p for p in model.parameters() if p.dim() == 2]))
     x = torch.arange(8.0).view(2, WIDTH)
     expected = train(model, x).reduce_mean()
     with refused(texts, "batches"):
@@ -101,7 +116,12 @@ MISUSE = {
     "register plain": "Plain, which takes the place of module '0' (Own), has no smp.nn.",
     "marks differ": "'0' is DistributedLinear(in_features=4, out_features=4, bias=True, "
     "ranks=2) on rank 0 of the job, and not divided on rank 1",
+    "fails on one rank": "LazyLinear, whose parameters have no shape yet",
+    "heads differ": "'attention.num_attention_heads' is 2 on rank 0 of the job, and 4 on rank 1",
+    "activations differ": "'output.activation' is relu on rank 0 of the job, and functools.partial",
+    "shapes differ": "'output.dense1.weight' is of shape [4, 4] on rank 0 of the job, and of",
     "optimizer early": "create the optimizer after it",
+    **{kind: f"{kind} needs whole parameters" for kind in ("Adafactor", "Muon", "LBFGS")},
     "mark late": "has to be called before smp.DistributedModel",
     "batches": "rank 1 of the job has another one than rank 0: choose it by smp.rdp_rank()",
     "order of batches": "rank 1 of the job has another one than rank 0",
@@ -129,20 +149,53 @@ def test_ranks_that_cannot_be_divided() -> None:
         assert "2 ranks cannot be divided into pipelines of 2 partitions x 2 tensor" in text
 
 
-def of_two_shapes() -> str:
-    smp.init({"ddp": True, "tensor_parallel_degree": 2})
+@smp.step
+def masked(model: Any, x: Tensor, batch: dict[str, Any]) -> Tensor:
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def of_two_forms(prescaled: bool) -> list[str]:
+    """Returns what is said of batches that are of the same size, and not of one form."""
+    config = {"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": prescaled}
+    smp.init({**config, "microbatches": 2})
     model = smp.DistributedModel(marked())
-    begun = time.monotonic()
-    with pytest.raises(smp.SMPError) as caught:
-        train(model, torch.ones(2 + smp.rank(), WIDTH))
-    assert time.monotonic() - begun < 15
-    return str(caught.value).partition("\n")[0]
+    rank, x, texts = smp.rank(), torch.arange(32.0).view(4, 2, WIDTH), {}
+    expected = train(model, x).reduce_mean()
+    x2 = x.view(2, WIDTH, WIDTH) if rank else x
+    with refused(texts, "shape"):
+        train(model, x2)
+    with refused(texts, "dtype"):
+        train(model, x.double() if rank else x)
+    with refused(texts, "None"):
+        masked(model, x, {"mask": None if rank else x, "name": f"of rank {rank}"})
+    masked(model, x, {"mask": x, "name": f"of rank {rank}"})
+    with refused(texts, "outside a step"):
+        model(x2)
+    if prescaled:
+        with refused(texts, "order of features"):
+            train(model, x.flip(-1) if rank else x)
+        with refused(texts, "values outside a step"):
+            model(x + rank)
+    assert torch.equal(train(model, x).reduce_mean(), expected)
+    assert model(x).shape == x.shape
+    return list(texts.values())
 
 
-def test_batches_of_two_shapes() -> None:
-    """The process group notices it, and all ranks raise what it says."""
-    for text in check_ranks(of_two_shapes, "2"):
-        assert "all ranks must make the same calls in the same order" in text
+@pytest.mark.parametrize("prescaled", [False, True])
+def test_batches_of_two_forms(prescaled: bool) -> None:
+    said = [
+        "Argument 'x' is float32 [4, 2, 4] on rank 0, and float32 [2, 4, 4] on rank 1",
+        "Argument 'x' is float32 [4, 2, 4] on rank 0, and float64 [4, 2, 4] on rank 1",
+        "Argument 'batch' is ['mask': float32 [4, 2, 4], 'name': a value] on rank 0, and ['mask': "
+        "None, 'name': a value] on rank 1",
+        "Argument 'input' is float32 [4, 2, 4] on rank 0, and float32 [2, 4, 4] on rank 1",
+        *["rank 1 of the job has another one than rank 0"] * 2 * prescaled,
+    ]
+    for texts in check_ranks(of_two_forms, "2", prescaled):
+        for text, expected in zip(texts, said, strict=True):
+            assert expected in text
 
 
 class Layers(nn.Module):

@@ -512,8 +512,8 @@ MISUSE: dict[str, tuple[Any, str]] = {
     "types": (lambda: small()((IDS, None, IDS, None, None)), "need num_token_types"),
     "labels": (lambda: small(add_lm_head=False)((IDS, None, None, None, IDS)), "add_lm_head"),
     "positions": (lambda: small()((torch.zeros(1, 5).long(), *[None] * 4)), "num_positions=4"),
-    "rotated": (
-        lambda: small(rotary_dim=2)((IDS, None, None, IDS, None)),
+    "slopes": (
+        lambda: small(use_alibi=True)((IDS, None, None, IDS, None)),
         "pass None for position_ids",
     ),
     "causal": (

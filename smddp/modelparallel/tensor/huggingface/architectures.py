@@ -43,10 +43,9 @@ def registration(module_cls: type) -> tuple[Registration, Any] | None:
         return None
     architecture, hooks = found
     _, dist_module, init, forward, returned = hooks.arguments()
-    weights = functools.partial(architecture.weights, hooks)
     translations = functools.partial(architecture.translations, hooks)
     arguments = functools.partial(_arguments, hooks)
-    return Registration(dist_module, init, forward, returned, weights, translations), arguments
+    return Registration(dist_module, init, forward, returned, translations), arguments
 
 
 def _arguments(hooks: Hooks, module: nn.Module, root: nn.Module) -> dict[str, Any]:

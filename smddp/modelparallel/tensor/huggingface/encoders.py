@@ -15,6 +15,7 @@ from smddp.modelparallel.tensor.huggingface.hooks import (
 )
 from smddp.modelparallel.tensor.huggingface.translation import Rule, Translation
 from smddp.modelparallel.tensor.transformer.layers import DistributedTransformer
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["hooks", "to_hf", "to_smp"]
 
@@ -64,6 +65,12 @@ def to_smp(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dic
 
 
 def _arguments(config: Any) -> dict[str, Any]:
+    kind = getattr(config, "position_embedding_type", "absolute")  # old releases have others
+    if kind != "absolute":
+        raise SMPUsageError(
+            f"{type(config).__name__}: position_embedding_type={kind!r} changes the attention of "
+            'layers, and those that are divided only have "absolute"'
+        )
     return {
         "num_layers": config.num_hidden_layers,
         "num_attention_heads": config.num_attention_heads,

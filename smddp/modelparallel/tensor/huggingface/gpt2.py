@@ -13,6 +13,7 @@ from smddp.modelparallel.tensor.huggingface.hooks import (
     Architecture,
     Hooks,
     causal_output,
+    check_tied,
     masked,
     states_output,
     take,
@@ -144,6 +145,7 @@ def _init(config: Any, head: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def init_hook(config: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Maps the arguments of GPT2LMHeadModel."""
+    check_tied(config)
     return _init(config, head=True)
 
 

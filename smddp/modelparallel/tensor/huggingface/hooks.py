@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from smddp.modelparallel.job.state import state as job
 from smddp.modelparallel.tensor.transformer.layers import DistributedTransformerLayer
@@ -24,6 +24,7 @@ __all__ = [
     "bound",
     "causal_output",
     "check_attention",
+    "check_tied",
     "masked",
     "score_mask",
     "states_output",
@@ -100,16 +101,6 @@ class Architecture(NamedTuple):
     hooks: tuple[Hooks, ...]
     to_hf: Callable[..., dict[str, Any]]
     to_smp: Callable[..., dict[str, Any]]
-
-    def weights(self, hooks: Hooks, original: nn.Module) -> dict[str, Any]:
-        """Returns the state of a divided module with the weights of the one that it replaces.
-
-        Args:
-            hooks: of the class of `original`.
-            original: a module of transformers, whole.
-        """
-        to_smp = self.translations(hooks, "")[1]
-        return to_smp(original.state_dict())
 
     def translations(
         self, hooks: Hooks, place: str
@@ -206,6 +197,19 @@ def check_attention(config: Any) -> None:
         raise SMPUsageError(
             f"{type(config).__name__}: a model with attn_implementation={kind!r} makes masks that "
             'layers that are divided cannot use; choose "sdpa" or "eager"'
+        )
+
+
+def check_tied(config: Any) -> None:
+    """Checks that the head of a language model has the weights of its word embeddings.
+
+    Raises:
+        SMPUsageError: it has weights of its own.
+    """
+    if not config.tie_word_embeddings:
+        raise SMPUsageError(
+            f"{type(config).__name__}: tie_word_embeddings=False, and the head has the weights of "
+            "the word embeddings if all of the model is divided"
         )
 
 

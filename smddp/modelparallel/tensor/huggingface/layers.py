@@ -55,10 +55,11 @@ def forward_hook(given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]
             "position_embeddings alone"
         )
     mask = score_mask(mask, hidden, hidden.shape[1])
+    places = () if positions is None else (positions,)
     if states is None:
-        return ((hidden, mask),), {"positions": positions}
+        return ((hidden, mask, *places),), {}
     states_mask = score_mask(states_mask, hidden, states.shape[1])
-    return ((hidden, states, mask, states_mask),), {"positions": positions}
+    return ((hidden, states, mask, states_mask, *places),), {}
 
 
 def return_hook(module_cls: type) -> Callable[[tuple[Any, ...]], Any]:

@@ -81,7 +81,7 @@ class Contracting(DistributedModule):
         out_features: of the output.
         bias: add one?
         fill: sets the weights.
-        exchange: of the output.
+        exchange: of the output; see `DistributedModule`.
 
     Raises:
         SMPUsageError: ranks cannot have equal parts of in_features.
@@ -94,7 +94,7 @@ class Contracting(DistributedModule):
         out_features: int,
         bias: bool,
         fill: Initializer,
-        exchange: Exchange,
+        exchange: Exchange | None = None,
     ) -> None:
         super().__init__(exchange)
         check_divides(owner, "input features", in_features, self.exchange.size)

@@ -21,6 +21,9 @@ __all__ = ["DistributedTransformer", "DistributedTransformerLayer"]
 
 _SELF = ("hidden_states", "attention_mask")
 _CROSS = ("hidden_states", "cross_states", "attention_mask", "cross_mask")
+# Positions may follow. They are in the tuple because layers pass it on to each other.
+_FORMS = (_SELF, (*_SELF, "positions"))
+_FORMS_OF_CROSS = (_CROSS, (*_CROSS, "positions"), *_FORMS)
 
 
 class DistributedTransformerLayer(HiddenStatesModule):
@@ -112,17 +115,15 @@ class DistributedTransformerLayer(HiddenStatesModule):
         self.parallel_attn_output = parallel_attn_output
         self.fp32_residual_addition = fp32_residual_addition
 
-    def forward(
-        self, inputs: tuple[Tensor | None, ...], positions: Tensor | None = None
-    ) -> tuple[Any, ...]:
+    def forward(self, inputs: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         """Computes the layer.
 
         Args:
             inputs: (hidden_states, attention_mask), or with add_cross_attention (hidden_states,
                 cross_states, attention_mask, cross_mask). States are this rank's [B, S, H], masks
                 are added to the scores, [B, 1, 1, S] or [B, 1, S, S], and may be None. If
-                cross_states is None or missing with its mask, there is no cross-attention.
-            positions: see `DistributedAttentionLayer`.
+                cross_states is None or missing with its mask, there is no cross-attention. The
+                positions of `DistributedAttentionLayer` may follow.
 
         Returns:
             The same tuple, with other hidden_states.
@@ -130,9 +131,10 @@ class DistributedTransformerLayer(HiddenStatesModule):
         Raises:
             SMPUsageError: the inputs are others.
         """
-        forms = (_SELF,) if self.cross_attention is None else (_CROSS, _SELF)
+        forms = _FORMS if self.cross_attention is None else _FORMS_OF_CROSS
         hidden, *others = unpack("DistributedTransformerLayer", inputs, *forms)
-        states, mask, cross_mask = others if len(others) > 1 else (None, *others, None)
+        states, mask, cross_mask = others[:3] if len(others) > 2 else (None, others[0], None)
+        positions = others[-1] if len(others) % 2 == 0 else None
         hidden = self.shortened(hidden)
         if self.parallel_attn_output:
             return (self.lengthened(self._parallel(hidden, mask, positions)), *others)
@@ -228,7 +230,7 @@ class DistributedTransformer(HiddenStatesModule):
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         """Computes all layers; takes and returns the tuple of `DistributedTransformerLayer`."""
-        forms = (_CROSS, _SELF) if self.add_cross_attention else (_SELF,)
+        forms = _FORMS_OF_CROSS if self.add_cross_attention else _FORMS
         hidden, *others = unpack("DistributedTransformer", inputs, *forms)
         hidden = self.shortened(hidden)
         if self.input_layernorm is not None:

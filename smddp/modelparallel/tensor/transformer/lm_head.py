@@ -146,7 +146,7 @@ class DistributedTransformerLMHead(HiddenStatesModule):
         )
         self.pre_layernorm, self.add_lm_head = pre_layernorm, add_lm_head
         self.add_cross_attention, self.return_logits = add_cross_attention, return_logits
-        self.causal = causal_mask_size is not None
+        self.causal, self.rotary = causal_mask_size is not None, rotary_dim is not None
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> Any:
         """Computes hidden states, logits, or a loss, of this rank's examples.
@@ -175,13 +175,13 @@ class DistributedTransformerLMHead(HiddenStatesModule):
         if labels is not None and not self.add_lm_head:
             raise SMPUsageError(f"{_OWNER}: labels need add_lm_head=True")
         hidden = self._embedded(ids, types, positions)
-        mask = _score_mask(mask, hidden.dtype)
+        others = [_score_mask(mask, hidden.dtype)]
         if cross:
             states, cross_mask = cross
-            cross_mask = _score_mask(cross_mask, hidden.dtype)
-            hidden = self.transformer((hidden, states, mask, cross_mask))[0]
-        else:
-            hidden = self.transformer((hidden, mask))[0]
+            others = [states, *others, _score_mask(cross_mask, hidden.dtype)]
+        if self.rotary and positions is not None:
+            others.append(positions)
+        hidden = self.transformer((hidden, *others))[0]
         if self.layernorm is not None and self.pre_layernorm:
             hidden = self.layernorm(hidden)
         if not self.add_lm_head:
@@ -202,10 +202,9 @@ class DistributedTransformerLMHead(HiddenStatesModule):
                     )
                 positions = torch.arange(ids.shape[1], device=ids.device)[None]
             hidden = hidden + self.position_embedding(positions)
-        elif positions is not None:
+        elif positions is not None and not self.rotary:
             raise SMPUsageError(
-                f"{_OWNER}: positions are counted from 0 with rotary_dim or use_alibi; pass None "
-                "for position_ids"
+                f"{_OWNER}: positions are counted from 0 with use_alibi; pass None for position_ids"
             )
         if self.token_type_embedding is not None:
             types = torch.zeros_like(ids) if types is None else types

@@ -1,0 +1,182 @@
+"""What a distributed module keeps of the module whose place it takes, and what stays whole."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import check_ranks, listen
+from torch import Tensor, nn
+
+import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.delayed.life import is_delayed
+from smddp.modelparallel.tensor.replace import replace_marked
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Block(nn.Module):
+    """A module of the script, which `Halves` replaces."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class Halves(nn.Module):
+    """Has distributed modules inside, and is none."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = smp.nn.DistributedLinear(width, width)
+        self.second = smp.nn.DistributedLinear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class Refused(nn.Module):
+    """A module with modules inside; what would take its place refuses its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def refusing() -> Any:
+    raise smp.SMPUsageError("not like this")
+
+
+class Outer(nn.Module):
+    """Has a module of another one as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with smp.tensor_parallelism():
+            self.block = Block(4)
+        self.again = self.block.first
+
+
+def replaced(make: Callable[[], nn.Module], change: Callable[[Any], Any]) -> Any:
+    """Returns a marked model after `change` and the replacement."""
+    torch.manual_seed(3)
+    with smp.tensor_parallelism(), smp.partition(0):
+        module = make()
+    change(module)
+    return replace_marked(module)
+
+
+def needs(module: nn.Module) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+
+
+def freeze(module: nn.Module) -> None:
+    module.requires_grad_(False)
+
+
+def kept(size: int) -> list[str]:
+    """Compares what is replaced with the original; returns what has been said."""
+    smp.init({"ddp": True, "tensor_parallel_degree": size, "_match_weights": True})
+    said = listen()  # after smp.init, which sets the level
+    smp.tp_register_with_module(Block, Halves)
+    smp.tp_register_with_module(Refused, smp.nn.DistributedLinear, init_hook=refusing)
+    distributed = smp.nn.DistributedLinear
+    # Frozen parameters.
+    linear = replaced(lambda: nn.Linear(4, 4), lambda m: freeze(m.weight))
+    assert type(linear) is distributed
+    assert needs(linear) == {"weight": False, "bias": True}
+    block = replaced(lambda: Block(4), lambda m: freeze(m.second))
+    assert type(block) is Halves
+    assert needs(block) == {
+        **dict.fromkeys(("first.weight", "first.bias"), True),
+        **dict.fromkeys(("second.weight", "second.bias"), False),
+    }
+    assert not any(needs(replaced(lambda: Block(4), freeze)).values())
+    # Weights, and the partition of the context.
+    torch.manual_seed(3)
+    expected = Block(4).second
+    part = expected.weight.chunk(size, 1)[smp.tp_rank()]
+    assert torch.equal(block.second.weight, part)
+    assert torch.equal(block.second.bias, expected.bias)
+    assert {vars(module)["_smp_partition"] for module in block.modules()} == {0}
+    # Hooks.
+    hooks: list[Callable[[Any], Any]] = [
+        lambda m: m.register_forward_hook(lambda *_: None),
+        lambda m: m.register_forward_pre_hook(lambda *_: None),
+        lambda m: m.register_full_backward_hook(lambda *_: None),
+        lambda m: m.weight.register_hook(lambda gradient: None),
+        lambda m: m.weight.register_post_accumulate_grad_hook(lambda parameter: None),
+    ]
+    for hook in hooks:
+        assert type(replaced(lambda: nn.Linear(4, 4), hook)) is nn.Linear
+    # Modules inside one that stays whole.
+    outer = replaced(Outer, lambda m: None)
+    assert type(outer.block) is Block
+    assert outer.again is outer.block.first
+    assert type(outer.again) is type(outer.block.second) is distributed
+    assert type(replaced(Refused, lambda m: None).inner) is distributed
+    # A copy exchanges, too.
+    copy = pickle.loads(pickle.dumps(block))
+    x = torch.randn(2, 4)
+    assert torch.equal(copy(x), block(x))
+    return [text for text in said if "is not divided" in text]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_kept_and_what_stays_whole(size: int) -> None:
+    said = check_ranks(kept, str(size), size)[0]
+    stays = "smp: module {} is not divided over tensor-parallel ranks: {}"
+    assert said == [
+        *[stays.format("'' (Linear)", "it has hooks, which would be lost")] * 3,
+        *[stays.format("'' (Linear)", "its parameter 'weight' has hooks, which would be lost")] * 2,
+        stays.format("'block' (Block)", "it shares its module 'first' with another module"),
+        stays.format("'' (Refused)", "not like this"),
+    ]
+
+
+def storage(module: nn.Module) -> int:
+    found = (p for p in module.parameters() if not is_delayed(p) and not p.is_meta)
+    return sum(p.untyped_storage().nbytes() for p in found)
+
+
+def delayed(match: bool) -> list[Tensor]:
+    """Makes the same model at once and later; compares the values, and counts the memory."""
+    smp.init({"ddp": True, "tensor_parallel_degree": 2, "_match_weights": match, "partitions": 2})
+    at_once = replaced(lambda: nn.Sequential(Block(4), nn.Linear(4, 4)), lambda m: None)
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    with smp.model_creation(tensor_parallelism=True), smp.delay_param_initialization():
+        module = nn.Sequential(Block(4), nn.Linear(4, 4))
+    module[1].weight.requires_grad_(False)
+    model = smp.DistributedModel(module)
+    assert torch.equal(torch.rand(1), after)
+    assert storage(module) == 0
+    smp.set_partition(module[0], 0)
+    smp.set_partition(module[1], 1)
+    step(model, torch.ones(2, 4))
+    for name, parameter in model.local_named_parameters():
+        assert torch.equal(parameter, at_once.get_parameter(name)), name
+        assert parameter.requires_grad == (name != "1.weight")
+    assert storage(module) < storage(at_once)
+    return []
+
+
+@smp.step
+def step(model: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+@pytest.mark.parametrize("match", [False, True])
+def test_delayed_modules_stay_delayed(match: bool) -> None:
+    check_ranks(delayed, "4", match)
