@@ -122,7 +122,7 @@ def _is_shard(value: Any, form: Mapping[str, Any]) -> bool:
 def _promised(shards: Sequence[torch.Tensor], form: Mapping[str, Any]) -> Any:
     shape = form["shape"]
     if "dimension" in form:
-        division = Division(form["dimension"], form["blocks"])
+        division = Division(form["dimension"])
         shape = division.whole_shape(torch.Size(shape), form["degree"])
     # Shards of parts of tensor parallelism are joined to parts, which are delayed themselves.
     return promised(lambda: _joined([with_values(one) for one in shards], form), shape, shards[0])
