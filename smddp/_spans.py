@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["spans"]
+__all__ = ["plural", "spans"]
+
+
+def plural(count: int, name: str) -> str:
+    """Returns a number of things: "1 core", "2 cores"."""
+    return f"{count} {name}{'' if count == 1 else 's'}"
 
 
 def spans(numbers: Iterable[int]) -> list[str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import platform
@@ -34,6 +33,7 @@ from smddp import _load, env
 from smddp._command import run
 from smddp._local_ranks import reserved_port, start_ranks
 from smddp._meeting import Meeting, dial_all
+from smddp._spans import plural
 from smddp_launch import complete_from_launcher, complete_rendezvous
 
 __all__ = ["CARDS", "Finding", "examine_host", "is_job", "join_job", "main", "make_group"]
@@ -121,7 +121,7 @@ def _cores(affinities: Sequence[frozenset[int]]) -> Finding:
     cores = len(usable) if quota is None else min(len(usable), quota)
     ranks = len(affinities)
     threads = int(os.environ.get("OMP_NUM_THREADS", "0") or 0) or torch.get_num_threads()
-    text = f"{cores:g} of {os.cpu_count()} cores for {_plural(ranks, 'rank')}"
+    text = f"{cores:g} of {os.cpu_count()} cores for {plural(ranks, 'rank')}"
     if ranks > cores:
         return Finding(
             "cores",
@@ -135,7 +135,7 @@ def _cores(affinities: Sequence[frozenset[int]]) -> Finding:
             return Finding(
                 "cores",
                 _WARNING,
-                f"{text}, but {there} of them are bound to {_plural(len(own), 'core')}",
+                f"{text}, but {there} of them are bound to {plural(len(own), 'core')}",
                 "let the launcher bind ranks to different cores (mpirun --bind-to core, srun "
                 "--cpu-bind=cores), or bind none",
             )
@@ -147,10 +147,6 @@ def _cores(affinities: Sequence[frozenset[int]]) -> Finding:
     return Finding("cores", _OK, text)
 
 
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count > 1 else ''}"
-
-
 def _numa() -> Finding:
     nodes = len(list((_SYS / "devices/system/node").glob("node[0-9]*"))) or 1
     if nodes > 1 and len(os.sched_getaffinity(0)) == os.cpu_count():
@@ -158,7 +154,7 @@ def _numa() -> Finding:
             "NUMA", _WARNING, f"{nodes} nodes, and ranks may run on all of them",
             "bind each rank to one node: torchrun --numa-binding=node, or numactl",
         )  # fmt: skip
-    return Finding("NUMA", _OK, _plural(nodes, "node"))
+    return Finding("NUMA", _OK, plural(nodes, "node"))
 
 
 def _clock() -> Finding:
@@ -288,15 +284,18 @@ def examine_host(affinities: Sequence[frozenset[int]] = ()) -> list[Finding]:
         own = frozenset(os.sched_getaffinity(0))
         affinities = [own] * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     findings: list[Finding] = []
-    checks: list[Callable[[], Any]] = [functools.partial(_cores, affinities), *_CHECKS]
-    for check in checks:
+
+    def cores() -> Finding:
+        return _cores(affinities)
+
+    for check in [cores, *_CHECKS]:
         try:
             found = check()
             findings += [found] if isinstance(found, Finding) else found
         except Exception as error:
             # A wrong setting makes several checks fail, and one of them says what to do.
             if all(str(error) not in finding.text for finding in findings):
-                name = getattr(check, "__name__", "cores").strip("_")
+                name = check.__name__.strip("_")
                 findings.append(Finding(name, _FAULT, f"this check failed: {error}"))
     return findings
 

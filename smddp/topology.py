@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from smddp import _load, topology_drawing
 from smddp._command import run
-from smddp._spans import spans
+from smddp._spans import plural, spans
 from smddp.doctor import CARDS, Finding, is_job, join_job, make_group
 from smddp.libfabric_providers import providers
 
@@ -314,10 +314,6 @@ def _speed(interface: Interface) -> str:
     return f"{interface.megabits / 1000:g} Gbit/s"
 
 
-def _plural(count: int, name: str) -> str:
-    return f"{count} {name}{'' if count == 1 else 's'}"
-
-
 def _near(numa_node: int | None) -> str:
     return "" if numa_node is None else f", at NUMA node {numa_node}"
 
@@ -325,7 +321,7 @@ def _near(numa_node: int | None) -> str:
 def as_text(host: Host) -> str:
     """Returns the lines about a host."""
     ranks = f": ranks {_ranges(host.ranks)}" if host.ranks else ""
-    threads = _plural(host.usable_threads, "hardware thread")
+    threads = plural(host.usable_threads, "hardware thread")
     lines = [
         f"{host.name}{ranks}",
         f"  processor: {host.processor}; sums use {host.simd}; {threads} to run on",
@@ -336,7 +332,7 @@ def as_text(host: Host) -> str:
             memory = f", {node.memory_bytes / 2**30:.1f} GiB" if node.memory_bytes else ""
             numbers = _ranges(thread for core in node.cores for thread in core)
             lines.append(
-                f"    NUMA node {node.number}: {_plural(len(node.cores), 'core')}, hardware "
+                f"    NUMA node {node.number}: {plural(len(node.cores), 'core')}, hardware "
                 f"threads {numbers or 'none'}{memory}"
             )
     lines.append(f"  between nodes: {host.network}")

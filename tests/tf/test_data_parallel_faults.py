@@ -14,21 +14,7 @@ from typing import Any
 import jobs
 import numpy as np
 import pytest
-
-
-def error_of(call: Any, *args: Any) -> str:
-    """Returns class and text of the error that a call raises."""
-    try:
-        try:
-            call(*args)
-        except RuntimeError:
-            for _ in range(3):
-                time.sleep(0.01)  # Python looks at signals
-            raise
-    except (Exception, KeyboardInterrupt) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
+from jobs import error_of
 
 # --- graphs ---------------------------------------------------------------------------------------
 

@@ -14,23 +14,10 @@ from typing import Any
 import jobs
 import numpy as np
 import pytest
+from jobs import error_of
 
 TWO = {"partitions": 2, "microbatches": 2}
 Named = collections.namedtuple("Named", ["gradients", "first", "second", "loss"])
-
-
-def error_of(call: Any, *args: Any) -> str:
-    """Returns class and text of the error that a call raises."""
-    try:
-        try:
-            call(*args)
-        except RuntimeError:
-            for _ in range(3):
-                time.sleep(0.01)  # Python looks at signals
-            raise
-    except (Exception, KeyboardInterrupt) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def model_of(smp: Any, tf: Any, **config: Any) -> Any:

@@ -176,14 +176,15 @@ class Ending:
         with self.lock, self._send_lock:
             if self.end_sent:
                 return
-            for peer in self._channel.peers if self._channel is not None else ():
-                assert self._channel is not None
-                if peer in self._channel.broken:
-                    continue
-                try:
-                    self._channel.send(peer, Kind.END, header, tensors)
-                except RuntimeError as error:
-                    self._channel.broken[peer] = error
+            channel = self._channel
+            if channel is not None:
+                for peer in channel.peers:
+                    if peer in channel.broken:
+                        continue
+                    try:
+                        channel.send(peer, Kind.END, header, tensors)
+                    except RuntimeError as error:
+                        channel.broken[peer] = error
             self.end_sent = True
 
     # --- failure ----------------------------------------------------------------------------------

@@ -115,8 +115,8 @@ def sharded(config: dict[str, Any], names: list[str], passes: int = 1) -> dict[s
             batch = [tensor.to(device()) for tensor in batch_of(name, step, smp.dp_rank())]
             output = train_step(model, name, *batch)
             losses.append(float(output.reduce_mean()))
-            # No step but the first of all has had to be compared, and none was run twice, but for
-            # the first one of a model that gives parameters several gradients.
+            # Only the first step compares its gathers among ranks. It runs twice if a parameter
+            # gets several gradients. No other step does.
             twice = int(name == "checkpointed" and bool(model.runtime.sharding.entries))
             assert model.runtime.steps == step + 1 + twice or smp.pp_size() > 1
             if step % passes == passes - 1:
