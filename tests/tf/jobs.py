@@ -91,11 +91,14 @@ def run(
     call = function.__module__, function.__name__, arguments
     pickle.dump(Job(call, environments, timeout), nursery.stdin)
     nursery.stdin.flush()
-    results = []
-    for rank, (status, said, result) in enumerate(pickle.load(nursery.stdout)):
-        assert status in (0, -signal.SIGKILL), f"rank {rank}:\n{said[-6000:]}"
-        results.append(pickle.loads(result) if result else None)
-    return results
+    outcomes = pickle.load(nursery.stdout)
+    failed = [
+        f"rank {rank}, status {status}:\n{said[-6000:]}"
+        for rank, (status, said, _) in enumerate(outcomes)
+        if status not in (0, -signal.SIGKILL)
+    ]
+    assert not failed, "\n".join(failed)
+    return [pickle.loads(result) if result else None for _, _, result in outcomes]
 
 
 @functools.cache

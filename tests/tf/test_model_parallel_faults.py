@@ -156,10 +156,12 @@ def unsaved(folder: str) -> list[str]:
         (place / "bad").mkdir()
         (place / "bad" / "partition_1").touch()
         (place / "good" / "partition_1" / "division.json").write_text("[]")
+    smp.barrier()
     found.append(error_of(bad.save))
     found.append(error_of(good.restore))
     if smp.rank() == 0:
         (place / "model").touch()
+    smp.barrier()
     found.append(error_of(model.save_model, f"{place}/model"))
     smp.barrier()
     smp.shutdown()
