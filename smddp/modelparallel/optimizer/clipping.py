@@ -170,10 +170,11 @@ def patch_clipping() -> None:
     With tensor parallelism each rank would clip by the norm of its parts, and parameters that are
     whole on all ranks of a group would not stay the same.
     """
-    # Scripts that import the function by name have the wrapper, which calls what is in this cell.
+    # Scripts that import the function by name have the wrapper, which calls what is in a cell.
     wrapper: Any = nn.utils.clip_grad_norm_
-    names = wrapper.__code__.co_freevars
-    wrapper.__closure__[names.index("func")].cell_contents = _clip_grad_norm
+    for cell in wrapper.__closure__:
+        if cell.cell_contents is _original_clip:
+            cell.cell_contents = _clip_grad_norm
 
 
 _original_clip: Any = nn.utils.clip_grad_norm_.__wrapped__  # type: ignore[attr-defined]
