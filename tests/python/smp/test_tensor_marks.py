@@ -303,6 +303,21 @@ def test_checkpoints_load_at_more_and_less_ranks(tmp_path: Path) -> None:
         for other in others:
             for name, value in results[0][0].items():
                 torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-5, msg=name)
+    with pytest.raises(smp.SMPUsageError, match="resume from it in a job with its model"):
+        full_state_dict(str(paths["4"]), "parts")
+    part = torch.load(folder / "model_0_0.pt")
+    name = next(name for name, value in part.items() if value.dim() == 2)
+    torch.save({**part, name: torch.zeros(7, 7)}, folder / "model_0_0.pt")
+    for said in check_ranks(unfit, "2", str(paths["4"])):
+        assert f"the entry '{name}' of the checkpoint has the shape [7, 7], which is no" in said
+
+
+def unfit(path: str) -> str:
+    smp.init({"tensor_parallel_degree": 2, "ddp": True})
+    _model = smp.DistributedModel(model_of(5))
+    with pytest.raises(smp.SMPUsageError) as caught:
+        smp.resume_from_checkpoint(path, "parts")
+    return str(caught.value)
 
 
 def refused(config: dict[str, Any]) -> str:
