@@ -222,7 +222,13 @@ class _Nursery:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         _write(self.process.stdin, run)
-        outcomes: list[Outcome] = _read(self.process.stdout)
+        try:
+            outcomes: list[Outcome] = _read(self.process.stdout)
+        except BaseException:  # such as a time-out: the next run must not read this one's outcomes
+            self.process.kill()
+            self.close()
+            _nursery.cache_clear()
+            raise
         return outcomes
 
     def close(self) -> None:

@@ -280,6 +280,7 @@ def covered() -> Iterator[Any]:
         yield pytest.param(str(pp * replicas), config, kind != "kept", name, id=label, marks=marks)
 
 
+@pytest.mark.timeout(260)
 @pytest.mark.parametrize(("layout", "config", "checkpoints", "name"), [*CASES, *covered()])
 def test_what_is_counted_is_near_the_prediction(
     layout: str, config: dict[str, Any], checkpoints: bool, name: str
