@@ -125,12 +125,15 @@ def compare(of_ranks: Sequence[Mapping[str, Any]]) -> None:
     """
     first = of_ranks[0]
     for rank, other in enumerate(of_ranks):
-        for name, value in other.items():
-            if value != first[name]:
-                raise SMPInitializationError(
-                    f"the ranks have different configurations: {name} is {first[name]!r} on "
-                    f"rank 0, {value!r} on rank {rank}"
-                )
+        different = [
+            f"{name} is {first[name]!r} on rank 0, {value!r} on rank {rank}"
+            for name, value in other.items()
+            if value != first[name]
+        ]
+        if different:
+            raise SMPInitializationError(
+                f"the ranks have different configurations: {'; '.join(different)}"
+            )
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

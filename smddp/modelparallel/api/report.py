@@ -104,7 +104,7 @@ def _advice(runtime: ModelRuntime, limit: int) -> str:
         )
     facts, choices, notes = forecast_inputs(runtime)
     now = most_needed(facts, choices)
-    need = f"a rank needs {_size(now)} at most, of {_size(limit)}"
+    need = f"a rank needs {_size(now)} at most; the limit is {_size(limit)}"
     if now <= limit:
         return "\n".join([f"memory: {need}: it fits", *notes])
     cfg = state.cfg
@@ -142,11 +142,17 @@ def _changes(proposal: Proposal) -> list[str]:
             f"  for block in model.get_module(){path}:",
             "      smp.set_activation_checkpointing(block)",
         ]
+    if "sharded_data_parallel_degree" in proposal.keys and state.cfg.sdp_gradient_clipping:
+        lines.append(
+            f"  # optimizer.step() then clips to the norm {state.cfg.sdp_gradient_clipping}, "
+            "unless sdp_gradient_clipping says otherwise."
+        )
     return lines
 
 
 def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+    """Returns bytes as text, with as many digits as tell a need and a limit apart."""
+    return f"{count / 1e9:.3f} GB" if count >= 1e9 else f"{count / 1e6:.3f} MB"
 
 
 def _partition_table(decision: Decision, parts: int) -> str:

@@ -45,7 +45,10 @@ def count(
 
 
 def _counts(tensor: torch.Tensor, device: torch.device) -> bool:
-    return tensor.device.type == device.type and tensor.layout == torch.strided
+    if tensor.device.type != device.type or tensor.layout != torch.strided:
+        return False
+    # The storage of a tensor without values, as in a trace, is on the device "meta".
+    return tensor.untyped_storage().device.type == device.type
 
 
 class Census:

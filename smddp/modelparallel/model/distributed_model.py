@@ -129,7 +129,7 @@ class DistributedModel(ModelQueries):
             losses = copies if cfg.prescaled_batch else topology.size_of("dp")
             data_parallel.divided = Ranks(state.groups.of_steps("rdp"), copies, losses)
             data_parallel.is_divided = lambda parameter: division_of(parameter) is not None
-            patch_clipping()
+        patch_clipping()
         # Not by nn.Module.__setattr__, because it does not belong to the model.
         self.__dict__["runtime"] = ModelRuntime(
             state,

@@ -202,8 +202,8 @@ class ModelState:
         unexpected = [name for name in entries if name not in names]
         if strict and (missing or unexpected):
             raise RuntimeError(
-                f"the state does not fit the model: the model needs {_listed(missing)} that the "
-                f"state lacks, and the state has {_listed(unexpected)} that the model lacks"
+                f"the state does not fit the model: it lacks {_listed(missing)} of the model, and "
+                f"has {_listed(unexpected)} that the model does not have"
             )
         local = {
             name: value for name, value in entries.items() if name not in names or name in here
@@ -283,4 +283,4 @@ def _listed(names: list[str]) -> str:
     """Returns a few names, and how many there are."""
     shown = ", ".join(map(repr, names[:5])) + (", …" if len(names) > 5 else "")
     many = f"{len(names)} entr{'y' if len(names) == 1 else 'ies'}"
-    return f"{many} ({shown})" if names else "no entries"
+    return f"{many} ({shown})" if names else "no entry"

@@ -165,10 +165,10 @@ def _check_outside_step() -> None:
 
 
 def patch_clipping() -> None:
-    """Lets `torch.nn.utils.clip_grad_norm_` use the norm of whole parameters.
+    """Lets `torch.nn.utils.clip_grad_norm_` use the norm over all ranks that share the model.
 
-    With tensor parallelism each rank would clip by the norm of its parts, and parameters that are
-    whole on all ranks of a group would not stay the same.
+    Each rank would clip by the norm of its own partition, shards or parts, which is not that of
+    one process, and parameters that several ranks have would not stay the same.
     """
     # Scripts that import the function by name have the wrapper, which calls what is in a cell.
     wrapper: Any = nn.utils.clip_grad_norm_
@@ -190,12 +190,15 @@ def _clip_grad_norm(
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     model = state.current_model()
     own = set() if model is None else {id(parameter) for parameter in model.parameters()}
-    if not any(division_of(one) is not None or id(one) in own for one in given):
+    if not any(isinstance(one, Shard) or id(one) in own for one in given):
         found: torch.Tensor = _original_clip(
             given, max_norm, norm_type, error_if_nonfinite, foreach
         )
         return found
     _check_outside_step()
+    sharding = None if model is None else model.runtime.sharding
+    if sharding is not None:
+        given = [sharding.local(one) for one in given]
     total = global_norm(given, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(total)}")

@@ -11,6 +11,7 @@ import torch
 import torch._dynamo
 from ranks import check_ranks
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_  # before smp.init, as scripts do
 
 import smdistributed.modelparallel.torch as smp
 from smddp_smp.errors import SMPUsageError
@@ -210,9 +211,9 @@ def test_parameters_that_are_not_the_models_are_refused() -> None:
 NORMS = [0, 0.5, 1, 2.0, 3, float("inf")]
 
 
-def clipped(pp: int) -> list[tuple[float, dict[str, Tensor]]]:
-    smp.init({"partitions": pp, **MANUAL})
-    model = smp.DistributedModel(layers(pp - 1))
+def clipped(config: dict[str, Any], by_torch: bool) -> list[tuple[float, dict[str, Tensor]]]:
+    smp.init({**MANUAL, **config})
+    model = smp.DistributedModel(layers(smp.pp_size() - 1))
     found = []
     for norm_type in NORMS:
         for parameter in model.parameters():
@@ -220,7 +221,10 @@ def clipped(pp: int) -> list[tuple[float, dict[str, Tensor]]]:
         train(model, batch(0))
         if "2.bias" in (local := dict(model.local_named_parameters())):
             local["2.bias"].grad.zero_()  # so not every gradient counts
-        norm = float(smp.clip_grad_norm(0.25, norm_type))
+        if by_torch:
+            norm = float(clip_grad_norm_(model.parameters(), 0.25, norm_type))
+        else:
+            norm = float(smp.clip_grad_norm(0.25, norm_type))
         found.append((norm, {name: p.grad for name, p in model.local_named_parameters()}))
     for wrong in (-1.0, -float("inf"), float("nan")):
         with pytest.raises(SMPUsageError, match="norm_type must be at least 0"):
@@ -239,9 +243,16 @@ def test_clipping_is_that_of_torch_with_every_norm() -> None:
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25, norm_type))
         wanted.append((norm, {name: p.grad.clone() for name, p in model.named_parameters()}))
     assert wanted[0][0] == 3
-    for pp in (1, 2):
-        for found in check_ranks(clipped, str(pp), pp):
+    sharded = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 2}
+    for layout, config, by_torch in [
+        *[("1", {"partitions": 1}, False), ("2", {"partitions": 2}, False)],
+        *[("2", {"partitions": 2}, True), ("2", {"partitions": 1, **sharded}, True)],
+    ]:
+        for rank, found in enumerate(check_ranks(clipped, layout, config, by_torch)):
             for (norm, grads), (right, whole) in zip(found, wanted, strict=True):
                 assert norm == pytest.approx(right, rel=1e-5)
                 for name, grad in grads.items():
-                    torch.testing.assert_close(grad, whole[name], rtol=1e-4, atol=1e-7)
+                    part = whole[name]
+                    if grad.shape != part.shape:
+                        part = part.flatten().chunk(2)[rank]
+                    torch.testing.assert_close(grad, part, rtol=1e-4, atol=1e-7)
