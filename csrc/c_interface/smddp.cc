@@ -36,8 +36,6 @@ struct smddp_group {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<engine::Group> group;
   Nanoseconds timeout = 0;
-  // Of rank 0 of the job. Other ranks do not need it any more once they have joined.
-  std::unique_ptr<smddp::store::Server> server;
 };
 
 struct smddp_operation {
@@ -211,6 +209,15 @@ smddp_status beginMessage(smddp_group* group, const smddp_message* given, bool i
 
 std::atomic<int (*)()> interruptCheck{nullptr};
 
+void waitForAll(smddp_group& group) {
+  engine::Request request;  // a barrier
+  request.timeout = group.timeout;
+  request.willWait = true;
+  const engine::CompletionPtr completion = group.engine->submit(*group.group, std::move(request));
+  group.engine->wait(*group.group, *completion);
+  if (completion->error()) throw Error(*completion->error());
+}
+
 }  // namespace
 
 const char* smddp_error(void) { return lastError().c_str(); }
@@ -230,9 +237,10 @@ smddp_status smddp_join(const char* host, int port, int rank, int size, double t
     joined->timeout = nanoseconds(timeout);
     require(joined->timeout > 0, "the time-out is 0");
     auto where = static_cast<uint16_t>(port);
+    std::optional<smddp::store::Server> server;
     if (rank == 0) {
-      joined->server = std::make_unique<smddp::store::Server>(host, where);
-      where = joined->server->port();
+      server.emplace(host, where);
+      where = server->port();
     }
     smddp::store::Client store(host, where, joined->timeout);
     smddp::setLogRank(rank);
@@ -246,6 +254,10 @@ smddp_status smddp_join(const char* host, int port, int rank, int size, double t
       throw;
     }
     joined->group = joined->engine->createGroup(store, spec, joined->timeout);
+    // Between the barriers no rank needs the store. After them a rank may leave, and join another job at its address.
+    waitForAll(*joined);
+    server.reset();
+    waitForAll(*joined);
     engine::chooseWire(*joined->engine, joined->group, joined->timeout);
     *group = joined.release();
     return SMDDP_OK;

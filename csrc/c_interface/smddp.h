@@ -133,7 +133,7 @@ SMDDP_API const char* smddp_error(void);
 SMDDP_API const char* smddp_version(void);
 
 /* Joins a job of `size` ranks; waits for the others. Rank 0 serves the store at which they meet, at `host` and `port`,
- * until it has left; `host` is a name or address of rank 0's machine. A job of one rank may pass port 0. `timeout`, in
+ * until all have joined; `host` is a name or address of rank 0's machine. A job of one rank may pass port 0. `timeout`, in
  * seconds, is also that of later operations. Ranks that share a machine share memory. */
 SMDDP_API smddp_status smddp_join(const char* host, int port, int rank, int size, double timeout,
                                   smddp_group** group);

@@ -165,6 +165,19 @@ def test_groups_of_some_ranks() -> None:
     assert ranks.check_ranks(divided, "4") == [(0, 2.0), (1, 4.0), (0, 2.0), (1, 4.0)]
 
 
+def again() -> None:
+    """Leaves and joins as fast as possible; no rank may meet at the store of the job before."""
+    for number in range(10):
+        world = smddp_numpy.init(timeout=30)
+        assert world.allreduce(np.array(number + world.rank)) == 2 * number + 1
+        world.leave()
+
+
+@pytest.mark.parametrize("layout", ["2", "2x1"])
+def test_one_job_after_another(layout: str) -> None:
+    ranks.check_ranks(again, layout)
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 
