@@ -199,7 +199,6 @@ def save_checkpoint(
     # Another rank may still read a checkpoint of this name.
     Messenger(state).barrier(CommGroup.WORLD)
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
 
     def write_all() -> None:
         if partial:
@@ -212,7 +211,12 @@ def save_checkpoint(
             if partial and num_kept_partial_checkpoints is not None:
                 _delete_old(folder, folder / f"{tag}_partial", num_kept_partial_checkpoints)
 
-    done_on_all("smp.save_checkpoint", write_all, state.groups.of("world"))
+    _on_all(write_all)
+
+
+def _on_all(work: Callable[[], Any]) -> list[Any]:
+    """Does a part of `save_checkpoint` between two exchanges; if it fails, it does on all ranks."""
+    return done_on_all("smp.save_checkpoint", work, state.groups.of("world"))
 
 
 def _save_whole(
@@ -220,9 +224,14 @@ def _save_whole(
 ) -> None:
     """Writes the whole model, and user_content."""
     first = state.topology.rank == 0
-    if first:  # otherwise that of an earlier model could stay with this one
-        (folder / f"user_content_{tag}").unlink(missing_ok=True)
-        remove_unfinished(folder, glob.escape(tag))
+
+    def prepare() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if first:  # otherwise that of an earlier model could stay with this one
+            (folder / f"user_content_{tag}").unlink(missing_ok=True)
+            remove_unfinished(folder, glob.escape(tag))
+
+    _on_all(prepare)
     if tag.endswith(_INDEX):
         _save_shards(folder / tag, model, translate_if_full)
     else:
@@ -415,12 +424,15 @@ def _save_shards(index: Path, model: Any, translate: bool) -> None:
     whole = Path(index.name.removesuffix(_INDEX))
     part = f"{topology.rank_in('pp') + 1:05}-of-{topology.pp_size:05}"
     file = index.with_name(f"{whole.stem}-{part}{whole.suffix}")
-    # If a rank dies now, an earlier index must not name files of two models.
-    if topology.rank == 0:
-        index.unlink(missing_ok=True)
-        stem, suffix = map(glob.escape, (whole.stem, whole.suffix))
-        remove_unfinished(index.parent, f"{stem}-*-of-*{suffix}")
-    Messenger(state).barrier(CommGroup.WORLD)
+
+    def prepare() -> None:
+        if topology.rank == 0:
+            # If a rank dies later, an earlier index must not name files of two models.
+            index.unlink(missing_ok=True)
+            stem, suffix = map(glob.escape, (whole.stem, whole.suffix))
+            remove_unfinished(index.parent, f"{stem}-*-of-*{suffix}")
+
+    _on_all(prepare)
 
     def write_mine() -> tuple[str, list[str], int]:
         try:
@@ -432,7 +444,7 @@ def _save_shards(index: Path, model: Any, translate: bool) -> None:
         tensors = [value for value in entries.values() if isinstance(value, torch.Tensor)]
         return file.name, list(entries), sum(t.numel() * t.element_size() for t in tensors)
 
-    everybody = done_on_all("smp.save_checkpoint", write_mine, state.groups.of("world"))
+    everybody = _on_all(write_mine)
     if topology.rank == 0:
         content = {
             "metadata": {"total_size": sum(size for _, _, size in everybody)},
@@ -460,12 +472,15 @@ def _whole(file: Path) -> dict[str, Any]:
 
 def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> None:
     """Writes the parts of this rank, and on rank 0 the manifest of all parts."""
-    folder.mkdir(parents=True, exist_ok=True)
     topology = state.topology
-    if topology.rank == 0:
-        remove_unfinished(folder)
-        write(folder / _UNFINISHED, lambda _: None)
-    Messenger(state).barrier(CommGroup.WORLD)
+
+    def prepare() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if topology.rank == 0:
+            remove_unfinished(folder)
+            write(folder / _UNFINISHED, lambda _: None)
+
+    _on_all(prepare)
 
     def write_mine() -> dict[str, str]:
         hashes: dict[str, str] = {}
@@ -476,7 +491,7 @@ def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> 
             write(folder / "user_content.pt", lambda file: torch.save(user_content, file))
         return hashes
 
-    everybody = done_on_all("smp.save_checkpoint", write_mine, state.groups.of("world"))
+    everybody = _on_all(write_mine)
     if topology.rank == 0:
         files = {name: value for part in everybody for name, value in part.items()}
         decision = model.runtime.placement.decision if model is not None else None

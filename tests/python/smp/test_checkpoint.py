@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import json
@@ -426,18 +427,25 @@ def test_all_ranks_save_after_one_was_interrupted(tmp_path: Path, where: int, de
 def with_a_full_disk(path: str) -> None:
     model, optimizer = begin(2)
     train(model, optimizer, range(1))
-    real = checkpoint.write
+    refused = ""
 
-    def full(file: Path, fill: Any) -> str:
-        if file.name == "model_1.pt":
+    def full(real: Any, file: Path, *arguments: Any, **options: Any) -> Any:
+        if file.name == refused:
             raise OSError(28, "No space left on device")
-        return real(file, fill)
+        return real(file, *arguments, **options)
 
-    checkpoint.write = full
-    kind: Any = OSError if smp.rank() == 1 else SMPPeerError
-    with pytest.raises(kind, match="No space left on device"):
-        smp.save_checkpoint(path, "one", model=model, optimizer=optimizer)
-    checkpoint.write = real
+    checkpoint.write = functools.partial(full, checkpoint.write)
+    Path.mkdir = functools.partialmethod(functools.partial(full, Path.mkdir))
+    for name, where, tag in [
+        *[("model_1.pt", 1, "one"), ("unfinished", 0, "one"), ("manifest.json", 0, "one")],
+        *[("new", 1, "one"), ("new", 0, "whole"), ("new", 1, "whole.bin.index.json")],
+    ]:
+        refused = name if smp.rank() == where else ""
+        kind: Any = OSError if refused else SMPPeerError
+        folder = f"{path}/new" if name == "new" else path
+        with pytest.raises(kind, match="No space left on device"):
+            smp.save_checkpoint(folder, tag, tag == "one", model, optimizer)
+    refused = ""
     smp.save_checkpoint(path, "one", model=model, optimizer=optimizer)
     smp.resume_from_checkpoint(path, "one")
 
