@@ -55,6 +55,7 @@ __all__ = [
 log = logging.getLogger("smddp.modelparallel")
 
 _MANIFEST = "manifest.json"
+_USER_CONTENT = "user_content.pt"
 # Is in the folder of a checkpoint from before the first part is written until the manifest is.
 _UNFINISHED = "unfinished"
 # Key of the manifest of a checkpoint of the original library: the tp rank of each file.
@@ -304,18 +305,25 @@ def resume_from_checkpoint(
         return _user_content(folder / f"user_content_{tag}")
     parts = _parts(folder, tag)
     manifest = _manifest(parts)
+    # All is read before any of it is loaded: a damaged file leaves the model as it is.
     entries = _merged_model(parts, manifest)
+    loads = load_optimizer and optimizer is not None and manifest["optimizer"]
+    whole = _merged_optimizer(parts, manifest) if loads else None
+    # Checkpoints of older versions have no hash of it.
+    if _USER_CONTENT in manifest["hashes"]:
+        _verified(parts, _USER_CONTENT, manifest)
+    content = _user_content(parts / _USER_CONTENT)
     if entries:
         model.load_state_dict(entries, strict)
-    if load_optimizer and optimizer is not None and manifest["optimizer"]:
-        whole = _merged_optimizer(parts, manifest)
+    del entries
+    if whole is not None:
         if state.groups.sharding is not None and not load_sharded_optimizer_state:
             own = optimizer.orig_state_dict()
             whole = {**whole, "state": {}, "param_groups": own["param_groups"]}
         optimizer.load_state_dict(whole)
     if manifest["partition"] is not None and not model.partitioned:
         model.runtime.placement.from_checkpoint = _division(manifest)
-    return _user_content(parts / "user_content.pt")
+    return content
 
 
 def full_state_dict(path: str, tag: str | None = None) -> dict[str, Any]:
@@ -488,7 +496,8 @@ def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> 
             file = folder / f"{name}.pt"
             hashes[file.name] = write(file, functools.partial(torch.save, entries))
         if topology.rank == 0:
-            write(folder / "user_content.pt", lambda file: torch.save(user_content, file))
+            save_content = functools.partial(torch.save, user_content)
+            hashes[_USER_CONTENT] = write(folder / _USER_CONTENT, save_content)
         return hashes
 
     everybody = _on_all(write_mine)

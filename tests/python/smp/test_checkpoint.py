@@ -342,19 +342,26 @@ def test_safetensors_by_the_letter(tmp_path: Path) -> None:
 
 
 def damaged(path: str, text: str, kind: str) -> None:
-    _kept = begin(2)
+    model, _optimizer = begin(2)
+    before = copy.deepcopy(model.state_dict())
     errors = {"missing": FileNotFoundError, "value": ValueError, "usage": SMPUsageError}
     error = errors[kind]
     with pytest.raises(error, match=text):
         smp.resume_from_checkpoint(path, "two")
+    same(model.state_dict(), before)
 
 
 def test_damage_is_noticed(tmp_path: Path) -> None:
     check_ranks(saving, "2", 2, str(tmp_path))
-    part = tmp_path / "two_partial" / "model_1.pt"
-    data = part.read_bytes()
-    part.write_bytes(data[:-100] + bytes(100))
-    check_ranks(damaged, "2", str(tmp_path), "model_1.pt is damaged", "value")
+    for name in ("user_content.pt", "optimizer_0.pt", "model_1.pt"):
+        part = tmp_path / "two_partial" / name
+        data = part.read_bytes()
+        for wrong in (b"", data[:-100] + bytes(100)):
+            part.write_bytes(wrong)
+            check_ranks(damaged, "2", str(tmp_path), f"{name} is damaged", "value")
+        part.unlink()
+        check_ranks(damaged, "2", str(tmp_path), f"lacks its part {name}", "missing")
+        part.write_bytes(data)
     part.unlink()
     check_ranks(damaged, "2", str(tmp_path), "lacks its part model_1.pt", "missing")
     (tmp_path / "two_partial" / "unfinished").touch()
