@@ -182,7 +182,8 @@ def save_checkpoint(
         translate_if_full: if not partial, use the names of Hugging Face for modules that smp has
             put in place of its modules.
         num_kept_partial_checkpoints: keep so many checkpoints in parts, this one included, and
-            delete older ones; None keeps all.
+            delete older ones, and what jobs have left that ended while they saved one; None keeps
+            all.
 
     Raises:
         SMPInitializationError: `smp.init` has not been called.
@@ -681,12 +682,17 @@ def _mapped(file: Path) -> dict[str, Any]:
 
 
 def _delete_old(folder: Path, newest: Path, keep: int) -> None:
-    """Deletes the oldest checkpoints in parts, so that `keep` are left with the newest one."""
+    """Deletes the oldest checkpoints in parts, so that `keep` are left with the newest one.
+
+    Those that a job has begun to write or to replace, and has not finished, are of no use and go.
+    """
+    unfinished = {f.parent for f in folder.glob(f"*_partial/{_UNFINISHED}")}
     complete = [f.parent for f in folder.glob(f"*_partial/{_MANIFEST}")]
+    complete = [old for old in complete if old not in unfinished]
     # Times of files may be equal, or a clock may have been set back; so the newest one is known by
     # its name.
     complete.sort(key=lambda old: (old == newest, (old / _MANIFEST).stat().st_mtime_ns))
-    for old in complete[: max(0, len(complete) - keep)]:
+    for old in (*unfinished, *complete[: max(0, len(complete) - keep)]):
         # What is left of the folder if this ends early does not count as a checkpoint. The parts go
         # before the manifest, without which they could be those of the original library.
         write(old / _UNFINISHED, lambda _: None)

@@ -471,6 +471,19 @@ def test_a_folder_that_is_being_deleted_is_no_checkpoint(
         checkpoint.full_state_dict(str(tmp_path), "two")
 
 
+def test_checkpoints_that_cannot_be_loaded_are_not_kept(tmp_path: Path) -> None:
+    for time_of_end, name in enumerate("abcde"):
+        part = tmp_path / f"{name}_partial"
+        part.mkdir()
+        for file in {"c": ["unfinished"], "d": ["manifest.json", "unfinished"]}.get(
+            name, ["manifest.json"]
+        ):
+            (part / file).touch()
+            os.utime(part / file, (time_of_end, time_of_end))
+    checkpoint._delete_old(tmp_path, tmp_path / "e_partial", 2)
+    assert sorted(part.name for part in tmp_path.iterdir()) == ["b_partial", "e_partial"]
+
+
 def test_what_a_killed_job_leaves_is_deleted(tmp_path: Path) -> None:
     parts = tmp_path / "two_partial"
     parts.mkdir()
