@@ -26,6 +26,7 @@ import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.checkpoint import checkpoint, safetensors
 from smddp.modelparallel.checkpoint.checkpoint import _whole, full_state_dict
 from smddp.modelparallel.checkpoint.merge import main as merge
+from smddp.modelparallel.common.files import write
 from smddp_smp.errors import SMPMicrobatchError, SMPPeerError, SMPUsageError
 from smdistributed.modelparallel.test.torch.utils import dump_model, verify
 
@@ -482,6 +483,18 @@ def test_checkpoints_that_cannot_be_loaded_are_not_kept(tmp_path: Path) -> None:
             os.utime(part / file, (time_of_end, time_of_end))
     checkpoint._delete_old(tmp_path, tmp_path / "e_partial", 2)
     assert sorted(part.name for part in tmp_path.iterdir()) == ["b_partial", "e_partial"]
+
+
+def test_two_processes_with_one_id_may_write_the_same_file(tmp_path: Path) -> None:
+    """As replicas do in smp.save, which may be in containers with process ids of their own."""
+
+    def slowly(stream: Any) -> None:
+        write(tmp_path / "file", lambda other: other.write(b"value"))
+        stream.write(b"value")
+
+    write(tmp_path / "file", slowly)
+    assert (tmp_path / "file").read_bytes() == b"value"
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_what_a_killed_job_leaves_is_deleted(tmp_path: Path) -> None:
