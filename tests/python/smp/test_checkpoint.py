@@ -195,6 +195,47 @@ def test_training_goes_on_at_any_degree(tmp_path: Path, saved: Any, loaded: Any)
             same(dict(result), dict(plain.state_dict()))
 
 
+def state_after_resuming(path: str, tag: str, later: bool, config: dict[str, Any]) -> Any:
+    """Before the first step, too, the optimizer has what was loaded, and the script may change it.
+
+    Returns the state of the optimizer.
+    """
+    model, optimizer = begin(2, **config)
+    if later:
+        train(model, optimizer, range(1))
+    (group,) = optimizer.param_groups
+    group["lr"] = 0.5
+    smp.resume_from_checkpoint(path, tag)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    whole = copy.deepcopy(optimizer.state_dict())
+    if not later:
+        smp.save_checkpoint(path, "again", model=model, optimizer=optimizer)
+    optimizer.param_groups[0]["lr"] = 0.0
+    frozen = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+    optimizer.add_param_group({"params": [frozen]})
+    before = copy.deepcopy(dict(model.state_dict()))
+    train(model, optimizer, range(1))
+    same(dict(model.state_dict()), before)
+    return whole["state"], whole.get("fp16_states"), optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("config", [{}, {"fp16": True}], ids=["full", "half"])
+def test_an_optimizer_has_what_was_loaded_before_the_first_step(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    path = str(tmp_path)
+    check_ranks(saving_parts, "2", path, config)
+    expected = check_ranks(state_after_resuming, "2", path, "two", True, config)
+    for tag, later in (("two", False), ("again", True)):
+        same(check_ranks(state_after_resuming, "2", path, tag, later, config), expected)
+
+
+def saving_parts(path: str, config: dict[str, Any]) -> None:
+    model, optimizer = begin(2, **config)
+    train(model, optimizer, range(2))
+    smp.save_checkpoint(path, "two", model=model, optimizer=optimizer)
+
+
 def pinned(path: str, resumes: bool) -> Any:
     """Saves a job, one of whose partitions is empty, or resumes it. Returns the owners."""
     model, optimizer = begin(2)
