@@ -55,6 +55,7 @@ __all__ = [
 log = logging.getLogger("smddp.modelparallel")
 
 _MANIFEST = "manifest.json"
+_USER_CONTENT = "user_content.pt"
 # Is in the folder of a checkpoint from before the first part is written until the manifest is.
 _UNFINISHED = "unfinished"
 # Key of the manifest of a checkpoint of the original library: the tp rank of each file.
@@ -181,7 +182,8 @@ def save_checkpoint(
         translate_if_full: if not partial, use the names of Hugging Face for modules that smp has
             put in place of its modules.
         num_kept_partial_checkpoints: keep so many checkpoints in parts, this one included, and
-            delete older ones; None keeps all.
+            delete older ones, and what jobs have left that ended while they saved one; None keeps
+            all.
 
     Raises:
         SMPInitializationError: `smp.init` has not been called.
@@ -199,7 +201,6 @@ def save_checkpoint(
     # Another rank may still read a checkpoint of this name.
     Messenger(state).barrier(CommGroup.WORLD)
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
 
     def write_all() -> None:
         if partial:
@@ -212,7 +213,12 @@ def save_checkpoint(
             if partial and num_kept_partial_checkpoints is not None:
                 _delete_old(folder, folder / f"{tag}_partial", num_kept_partial_checkpoints)
 
-    done_on_all("smp.save_checkpoint", write_all, state.groups.of("world"))
+    _on_all(write_all)
+
+
+def _on_all(work: Callable[[], Any]) -> list[Any]:
+    """Does a part of `save_checkpoint` between two exchanges; if it fails, it does on all ranks."""
+    return done_on_all("smp.save_checkpoint", work, state.groups.of("world"))
 
 
 def _save_whole(
@@ -220,9 +226,14 @@ def _save_whole(
 ) -> None:
     """Writes the whole model, and user_content."""
     first = state.topology.rank == 0
-    if first:  # otherwise that of an earlier model could stay with this one
-        (folder / f"user_content_{tag}").unlink(missing_ok=True)
-        remove_unfinished(folder, glob.escape(tag))
+
+    def prepare() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if first:  # otherwise that of an earlier model could stay with this one
+            (folder / f"user_content_{tag}").unlink(missing_ok=True)
+            remove_unfinished(folder, glob.escape(tag))
+
+    _on_all(prepare)
     if tag.endswith(_INDEX):
         _save_shards(folder / tag, model, translate_if_full)
     else:
@@ -295,18 +306,25 @@ def resume_from_checkpoint(
         return _user_content(folder / f"user_content_{tag}")
     parts = _parts(folder, tag)
     manifest = _manifest(parts)
+    # All is read before any of it is loaded: a damaged file leaves the model as it is.
     entries = _merged_model(parts, manifest)
+    loads = load_optimizer and optimizer is not None and manifest["optimizer"]
+    whole = _merged_optimizer(parts, manifest) if loads else None
+    # Checkpoints of older versions have no hash of it.
+    if _USER_CONTENT in manifest["hashes"]:
+        _verified(parts, _USER_CONTENT, manifest)
+    content = _user_content(parts / _USER_CONTENT)
     if entries:
         model.load_state_dict(entries, strict)
-    if load_optimizer and optimizer is not None and manifest["optimizer"]:
-        whole = _merged_optimizer(parts, manifest)
+    del entries
+    if whole is not None:
         if state.groups.sharding is not None and not load_sharded_optimizer_state:
             own = optimizer.orig_state_dict()
             whole = {**whole, "state": {}, "param_groups": own["param_groups"]}
         optimizer.load_state_dict(whole)
     if manifest["partition"] is not None and not model.partitioned:
         model.runtime.placement.from_checkpoint = _division(manifest)
-    return _user_content(parts / "user_content.pt")
+    return content
 
 
 def full_state_dict(path: str, tag: str | None = None) -> dict[str, Any]:
@@ -415,12 +433,15 @@ def _save_shards(index: Path, model: Any, translate: bool) -> None:
     whole = Path(index.name.removesuffix(_INDEX))
     part = f"{topology.rank_in('pp') + 1:05}-of-{topology.pp_size:05}"
     file = index.with_name(f"{whole.stem}-{part}{whole.suffix}")
-    # If a rank dies now, an earlier index must not name files of two models.
-    if topology.rank == 0:
-        index.unlink(missing_ok=True)
-        stem, suffix = map(glob.escape, (whole.stem, whole.suffix))
-        remove_unfinished(index.parent, f"{stem}-*-of-*{suffix}")
-    Messenger(state).barrier(CommGroup.WORLD)
+
+    def prepare() -> None:
+        if topology.rank == 0:
+            # If a rank dies later, an earlier index must not name files of two models.
+            index.unlink(missing_ok=True)
+            stem, suffix = map(glob.escape, (whole.stem, whole.suffix))
+            remove_unfinished(index.parent, f"{stem}-*-of-*{suffix}")
+
+    _on_all(prepare)
 
     def write_mine() -> tuple[str, list[str], int]:
         try:
@@ -432,7 +453,7 @@ def _save_shards(index: Path, model: Any, translate: bool) -> None:
         tensors = [value for value in entries.values() if isinstance(value, torch.Tensor)]
         return file.name, list(entries), sum(t.numel() * t.element_size() for t in tensors)
 
-    everybody = done_on_all("smp.save_checkpoint", write_mine, state.groups.of("world"))
+    everybody = _on_all(write_mine)
     if topology.rank == 0:
         content = {
             "metadata": {"total_size": sum(size for _, _, size in everybody)},
@@ -460,12 +481,15 @@ def _whole(file: Path) -> dict[str, Any]:
 
 def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> None:
     """Writes the parts of this rank, and on rank 0 the manifest of all parts."""
-    folder.mkdir(parents=True, exist_ok=True)
     topology = state.topology
-    if topology.rank == 0:
-        remove_unfinished(folder)
-        write(folder / _UNFINISHED, lambda _: None)
-    Messenger(state).barrier(CommGroup.WORLD)
+
+    def prepare() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if topology.rank == 0:
+            remove_unfinished(folder)
+            write(folder / _UNFINISHED, lambda _: None)
+
+    _on_all(prepare)
 
     def write_mine() -> dict[str, str]:
         hashes: dict[str, str] = {}
@@ -473,10 +497,11 @@ def _save_parts(folder: Path, model: Any, optimizer: Any, user_content: Any) -> 
             file = folder / f"{name}.pt"
             hashes[file.name] = write(file, functools.partial(torch.save, entries))
         if topology.rank == 0:
-            write(folder / "user_content.pt", lambda file: torch.save(user_content, file))
+            save_content = functools.partial(torch.save, user_content)
+            hashes[_USER_CONTENT] = write(folder / _USER_CONTENT, save_content)
         return hashes
 
-    everybody = done_on_all("smp.save_checkpoint", write_mine, state.groups.of("world"))
+    everybody = _on_all(write_mine)
     if topology.rank == 0:
         files = {name: value for part in everybody for name, value in part.items()}
         decision = model.runtime.placement.decision if model is not None else None
@@ -657,12 +682,17 @@ def _mapped(file: Path) -> dict[str, Any]:
 
 
 def _delete_old(folder: Path, newest: Path, keep: int) -> None:
-    """Deletes the oldest checkpoints in parts, so that `keep` are left with the newest one."""
+    """Deletes the oldest checkpoints in parts, so that `keep` are left with the newest one.
+
+    Those that a job has begun to write or to replace, and has not finished, are of no use and go.
+    """
+    unfinished = {f.parent for f in folder.glob(f"*_partial/{_UNFINISHED}")}
     complete = [f.parent for f in folder.glob(f"*_partial/{_MANIFEST}")]
+    complete = [old for old in complete if old not in unfinished]
     # Times of files may be equal, or a clock may have been set back; so the newest one is known by
     # its name.
     complete.sort(key=lambda old: (old == newest, (old / _MANIFEST).stat().st_mtime_ns))
-    for old in complete[: max(0, len(complete) - keep)]:
+    for old in (*unfinished, *complete[: max(0, len(complete) - keep)]):
         # What is left of the folder if this ends early does not count as a checkpoint. The parts go
         # before the manifest, without which they could be those of the original library.
         write(old / _UNFINISHED, lambda _: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ def write(file: Path, fill: Callable[[Any], Any]) -> str:
     Raises:
         OSError: the file cannot be written; a former file of that name is unchanged.
     """
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}.part")
+    # Replicas may write the same file at once, from containers with the same process ids.
+    unfinished = file.with_name(f".{file.name}.{secrets.token_hex(8)}.part")
     try:
         with open(unfinished, "wb") as stream:
             fill(stream)

@@ -397,6 +397,8 @@ class _State:
         own["state"] = {i: entry for i, entry in own["state"].items() if i in mine}
         if self.stand_ins is not None and self.stand_ins.half:
             own[FP16_STATES] = self.stand_ins.state_dict(self.indices())
+        if self._deferred is not None:
+            own.update(tree_map(with_values, self._parts(self._deferred, mine)))
         forms = {i: form for i, form in self._forms().items() if i in mine}
         if forms or state.groups.sharding is not None:
             own[SHARDS] = forms
@@ -442,6 +444,9 @@ class _State:
         waits = self.stand_ins is not None and model is None
         if waits or (model is not None and not model.partitioned):
             self._deferred = entries
+            if "state" in entries:
+                # Scripts read and change the groups before the first step, and add some.
+                self._load_some(entries, set())
             return
         self._load_some(entries, self._local_indices())
 
@@ -454,7 +459,9 @@ class _State:
             steps = (lambda _: True) if self.shards is None else self.shards.steps
             self.stand_ins.adopt(placement, sharding, steps)
         if self._deferred is not None:
-            entries, self._deferred = self._deferred, None
+            entries, self._deferred = dict(self._deferred), None
+            if "param_groups" in entries:
+                entries["param_groups"] = self.state_dict()["param_groups"]
             numbers = self.indices()
             owned = {id(p) for p in placement.parameters()}
             self._load_some(entries, {numbers[key] for key in owned & numbers.keys()})
@@ -518,23 +525,34 @@ class _State:
             numbers = self.indices()
             originals = (p for p in self._originals() if not self._steps(p))
             mine = mine - {numbers[id(p)] for p in originals}
-        kept = {i: entry for i, entry in entries["state"].items() if i in mine}
-        divided = self._divided()
-        for i, (parameter, how) in divided.items():
-            if i in kept:
-                kept[i] = how.state_parts(kept[i], parameter.shape, *_place())
+        parts = self._parts(entries, mine)
         for i, entry in self._entries().items():
-            if i in kept:
-                kept[i] = entry.cut_state(kept[i])
+            if i in parts["state"]:
+                parts["state"][i] = entry.cut_state(parts["state"][i])
+        half = parts.pop(FP16_STATES, None)
         rest = {name: value for name, value in entries.items() if name != FP16_STATES}
-        self._load(self._optimizer(), tree_map(with_values, {**rest, "state": kept}))
+        self._load(self._optimizer(), tree_map(with_values, {**rest, **parts}))
+        if self.stand_ins is not None and half is not None:
+            self.stand_ins.load_state_dict(half, self.indices())
+
+    def _parts(self, entries: Mapping[str, Any], mine: set[int]) -> dict[str, Any]:
+        """Returns what this tensor-parallel rank has of a whole state: "state", `FP16_STATES`.
+
+        Args:
+            entries: the state.
+            mine: the numbers of the parameters whose state to return.
+        """
+        found = {"state": {i: entry for i, entry in entries["state"].items() if i in mine}}
+        masters: dict[int, Any] = {}
         if self.stand_ins is not None and self.stand_ins.half and FP16_STATES in entries:
-            half = entries[FP16_STATES]
-            masters = dict(half["masters"])
-            for i, (_, how) in divided.items():
-                if i in masters:
-                    masters[i] = how.part(masters[i], *_place())
-            self.stand_ins.load_state_dict({**half, "masters": masters}, self.indices())
+            masters = dict(entries[FP16_STATES]["masters"])
+            found[FP16_STATES] = {**entries[FP16_STATES], "masters": masters}
+        for i, (parameter, how) in self._divided().items():
+            if i in found["state"]:
+                found["state"][i] = how.state_parts(found["state"][i], parameter.shape, *_place())
+            if i in masters:
+                masters[i] = how.part(masters[i], *_place())
+        return found
 
     def _local_indices(self) -> set[int]:
         model = state.current_model()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from smddp.modelparallel.common.structure import map_tensors
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.optimizer.clipping import largest
 from smddp.modelparallel.optimizer.flat_groups import FlatGroups, OriginalGroups
@@ -138,7 +139,7 @@ class StandIns:
                 self._rows.append(row)
                 group["params"][place] = stand_in
                 if parameter in optimizer.state:
-                    own = optimizer.state.pop(parameter)
+                    own = _in_dtype_of(stand_in, parameter, optimizer.state.pop(parameter))
                     optimizer.state[stand_in] = own if entry is None else entry.cut_state(own)
         if self.half:
             halves = {id(master) for _, master in self._halves()}
@@ -301,3 +302,8 @@ class StandIns:
         """Sets the attributes that scripts read: `overflow` and `loss_scale`, as in Apex."""
         optimizer: Any = self._optimizer()
         optimizer.overflow, optimizer.loss_scale = self.overflow, self.scaler.loss_scale
+
+
+def _in_dtype_of(stand_in: nn.Parameter, parameter: nn.Parameter, own: Any) -> Any:
+    """Returns what an optimizer has made at once for a parameter, as Adagrad does, for a master."""
+    return map_tensors(lambda t: t.to(stand_in.dtype) if t.dtype == parameter.dtype else t, own)

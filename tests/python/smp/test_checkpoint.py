@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import json
@@ -25,6 +26,7 @@ import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.checkpoint import checkpoint, safetensors
 from smddp.modelparallel.checkpoint.checkpoint import _whole, full_state_dict
 from smddp.modelparallel.checkpoint.merge import main as merge
+from smddp.modelparallel.common.files import write
 from smddp_smp.errors import SMPMicrobatchError, SMPPeerError, SMPUsageError
 from smdistributed.modelparallel.test.torch.utils import dump_model, verify
 
@@ -193,6 +195,47 @@ def test_training_goes_on_at_any_degree(tmp_path: Path, saved: Any, loaded: Any)
             same(dict(result), dict(plain.state_dict()))
 
 
+def state_after_resuming(path: str, tag: str, later: bool, config: dict[str, Any]) -> Any:
+    """Before the first step, too, the optimizer has what was loaded, and the script may change it.
+
+    Returns the state of the optimizer.
+    """
+    model, optimizer = begin(2, **config)
+    if later:
+        train(model, optimizer, range(1))
+    (group,) = optimizer.param_groups
+    group["lr"] = 0.5
+    smp.resume_from_checkpoint(path, tag)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    whole = copy.deepcopy(optimizer.state_dict())
+    if not later:
+        smp.save_checkpoint(path, "again", model=model, optimizer=optimizer)
+    optimizer.param_groups[0]["lr"] = 0.0
+    frozen = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+    optimizer.add_param_group({"params": [frozen]})
+    before = copy.deepcopy(dict(model.state_dict()))
+    train(model, optimizer, range(1))
+    same(dict(model.state_dict()), before)
+    return whole["state"], whole.get("fp16_states"), optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("config", [{}, {"fp16": True}], ids=["full", "half"])
+def test_an_optimizer_has_what_was_loaded_before_the_first_step(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    path = str(tmp_path)
+    check_ranks(saving_parts, "2", path, config)
+    expected = check_ranks(state_after_resuming, "2", path, "two", True, config)
+    for tag, later in (("two", False), ("again", True)):
+        same(check_ranks(state_after_resuming, "2", path, tag, later, config), expected)
+
+
+def saving_parts(path: str, config: dict[str, Any]) -> None:
+    model, optimizer = begin(2, **config)
+    train(model, optimizer, range(2))
+    smp.save_checkpoint(path, "two", model=model, optimizer=optimizer)
+
+
 def pinned(path: str, resumes: bool) -> Any:
     """Saves a job, one of whose partitions is empty, or resumes it. Returns the owners."""
     model, optimizer = begin(2)
@@ -341,19 +384,26 @@ def test_safetensors_by_the_letter(tmp_path: Path) -> None:
 
 
 def damaged(path: str, text: str, kind: str) -> None:
-    _kept = begin(2)
+    model, _optimizer = begin(2)
+    before = copy.deepcopy(model.state_dict())
     errors = {"missing": FileNotFoundError, "value": ValueError, "usage": SMPUsageError}
     error = errors[kind]
     with pytest.raises(error, match=text):
         smp.resume_from_checkpoint(path, "two")
+    same(model.state_dict(), before)
 
 
 def test_damage_is_noticed(tmp_path: Path) -> None:
     check_ranks(saving, "2", 2, str(tmp_path))
-    part = tmp_path / "two_partial" / "model_1.pt"
-    data = part.read_bytes()
-    part.write_bytes(data[:-100] + bytes(100))
-    check_ranks(damaged, "2", str(tmp_path), "model_1.pt is damaged", "value")
+    for name in ("user_content.pt", "optimizer_0.pt", "model_1.pt"):
+        part = tmp_path / "two_partial" / name
+        data = part.read_bytes()
+        for wrong in (b"", data[:-100] + bytes(100)):
+            part.write_bytes(wrong)
+            check_ranks(damaged, "2", str(tmp_path), f"{name} is damaged", "value")
+        part.unlink()
+        check_ranks(damaged, "2", str(tmp_path), f"lacks its part {name}", "missing")
+        part.write_bytes(data)
     part.unlink()
     check_ranks(damaged, "2", str(tmp_path), "lacks its part model_1.pt", "missing")
     (tmp_path / "two_partial" / "unfinished").touch()
@@ -426,18 +476,25 @@ def test_all_ranks_save_after_one_was_interrupted(tmp_path: Path, where: int, de
 def with_a_full_disk(path: str) -> None:
     model, optimizer = begin(2)
     train(model, optimizer, range(1))
-    real = checkpoint.write
+    refused = ""
 
-    def full(file: Path, fill: Any) -> str:
-        if file.name == "model_1.pt":
+    def full(real: Any, file: Path, *arguments: Any, **options: Any) -> Any:
+        if file.name == refused:
             raise OSError(28, "No space left on device")
-        return real(file, fill)
+        return real(file, *arguments, **options)
 
-    checkpoint.write = full
-    kind: Any = OSError if smp.rank() == 1 else SMPPeerError
-    with pytest.raises(kind, match="No space left on device"):
-        smp.save_checkpoint(path, "one", model=model, optimizer=optimizer)
-    checkpoint.write = real
+    checkpoint.write = functools.partial(full, checkpoint.write)
+    Path.mkdir = functools.partialmethod(functools.partial(full, Path.mkdir))
+    for name, where, tag in [
+        *[("model_1.pt", 1, "one"), ("unfinished", 0, "one"), ("manifest.json", 0, "one")],
+        *[("new", 1, "one"), ("new", 0, "whole"), ("new", 1, "whole.bin.index.json")],
+    ]:
+        refused = name if smp.rank() == where else ""
+        kind: Any = OSError if refused else SMPPeerError
+        folder = f"{path}/new" if name == "new" else path
+        with pytest.raises(kind, match="No space left on device"):
+            smp.save_checkpoint(folder, tag, tag == "one", model, optimizer)
+    refused = ""
     smp.save_checkpoint(path, "one", model=model, optimizer=optimizer)
     smp.resume_from_checkpoint(path, "one")
 
@@ -454,6 +511,31 @@ def test_a_folder_that_is_being_deleted_is_no_checkpoint(
     checkpoint._delete_old(tmp_path, tmp_path / "newer_partial", 0)
     with pytest.raises(FileNotFoundError, match="there is no complete checkpoint"):
         checkpoint.full_state_dict(str(tmp_path), "two")
+
+
+def test_checkpoints_that_cannot_be_loaded_are_not_kept(tmp_path: Path) -> None:
+    for time_of_end, name in enumerate("abcde"):
+        part = tmp_path / f"{name}_partial"
+        part.mkdir()
+        for file in {"c": ["unfinished"], "d": ["manifest.json", "unfinished"]}.get(
+            name, ["manifest.json"]
+        ):
+            (part / file).touch()
+            os.utime(part / file, (time_of_end, time_of_end))
+    checkpoint._delete_old(tmp_path, tmp_path / "e_partial", 2)
+    assert sorted(part.name for part in tmp_path.iterdir()) == ["b_partial", "e_partial"]
+
+
+def test_two_processes_with_one_id_may_write_the_same_file(tmp_path: Path) -> None:
+    """As replicas do in smp.save, which may be in containers with process ids of their own."""
+
+    def slowly(stream: Any) -> None:
+        write(tmp_path / "file", lambda other: other.write(b"value"))
+        stream.write(b"value")
+
+    write(tmp_path / "file", slowly)
+    assert (tmp_path / "file").read_bytes() == b"value"
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_what_a_killed_job_leaves_is_deleted(tmp_path: Path) -> None:

@@ -151,6 +151,24 @@ def test_half_precision_takes_one_optimizer(first: bool) -> None:
     check_ranks(two_halves, "1", first)
 
 
+def state_made_at_once() -> None:
+    """Adagrad makes its state when it is created; the squares of small gradients are 0 in fp16."""
+    smp.init({"partitions": 1, "ddp": True, "microbatches": MICROBATCHES, "fp16": True})
+    model = smp.DistributedModel(Net())
+    inner = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    optimizer = smp.DistributedOptimizer(inner, static_loss_scale=128.0)
+    train_step(model, None, *batch(0, 0))
+    optimizer.step()
+    assert len(optimizer.state) == len(list(model.parameters()))
+    for master, own in optimizer.state.items():
+        torch.testing.assert_close(own["sum"], master.grad.square())
+
+
+@pytest.mark.multiprocess
+def test_state_that_is_made_at_once_is_that_of_masters() -> None:
+    check_ranks(state_made_at_once, "1")
+
+
 def begin(parts: int, seed: int = 0, **config: Any) -> tuple[Any, Any, Any]:
     config = {"ddp": True, "microbatches": MICROBATCHES, "fp16": True, **config}
     arguments, divided = config.pop("arguments", {}), config.pop("divided", parts)
