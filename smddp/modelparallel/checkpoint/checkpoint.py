@@ -55,6 +55,7 @@ __all__ = [
 log = logging.getLogger("smddp.modelparallel")
 
 _MANIFEST = "manifest.json"
+_PARTIAL = "_partial"  # the end of the name of a folder with parts
 _USER_CONTENT = "user_content.pt"
 # Is in the folder of a checkpoint from before the first part is written until the manifest is.
 _UNFINISHED = "unfinished"
@@ -204,14 +205,14 @@ def save_checkpoint(
 
     def write_all() -> None:
         if partial:
-            _save_parts(folder / f"{tag}_partial", model, optimizer, user_content)
+            _save_parts(folder / f"{tag}{_PARTIAL}", model, optimizer, user_content)
         else:
             _save_whole(folder, tag, model, user_content, translate_if_full)
         if first:
             for name in (_NEWEST, _NEWEST_OF_KIND[partial]):
                 write(folder / name, lambda file: file.write(tag.encode()))
             if partial and num_kept_partial_checkpoints is not None:
-                _delete_old(folder, folder / f"{tag}_partial", num_kept_partial_checkpoints)
+                _delete_old(folder, folder / f"{tag}{_PARTIAL}", num_kept_partial_checkpoints)
 
     _on_all(write_all)
 
@@ -294,7 +295,7 @@ def resume_from_checkpoint(
         tag = tag or _newest(folder, False)
         file = folder / tag
         if not file.exists():
-            parts = folder / f"{tag}_partial"
+            parts = folder / f"{tag}{_PARTIAL}"
             hint = f"; there is one in parts, {parts}: load it with partial=True"
             raise FileNotFoundError(
                 f"there is no checkpoint {file}{hint if parts.exists() else ''}"
@@ -355,11 +356,16 @@ def full_state_dict(path: str, tag: str | None = None) -> dict[str, Any]:
 def _parts(folder: Path, tag: str | None) -> Path:
     """Returns the folder of a checkpoint in parts, the newest one without a tag."""
     tag = tag or _newest(folder, True)
-    parts = folder / f"{tag}_partial"
+    parts = folder / f"{tag}{_PARTIAL}"
     if not parts.exists() and (folder / tag).exists():
         raise FileNotFoundError(
             f"there is no checkpoint {parts}; there is one of the whole model, {folder / tag}, "
             "which resume_from_checkpoint loads with partial=False"
+        )
+    if not parts.exists():
+        tags = sorted(one.name.removesuffix(_PARTIAL) for one in folder.glob(f"*{_PARTIAL}"))
+        raise FileNotFoundError(
+            f"there is no checkpoint {parts}; {folder} has those of the tags {tags}"
         )
     return parts
 
@@ -369,11 +375,10 @@ def _newest(folder: Path, partial: bool) -> str:
     for name in (_NEWEST_OF_KIND[partial], _NEWEST):
         if (folder / name).exists():
             return (folder / name).read_text().strip()
-    inside = folder.name.endswith("_partial")
-    hint = f"; pass {folder.parent}, and the tag {folder.name.removesuffix('_partial')}"
-    raise FileNotFoundError(
-        f"there is no checkpoint in {folder}: it has no file {_NEWEST}{hint if inside else ''}"
-    )
+    inside = folder.name.endswith(_PARTIAL)
+    hint = f"; pass {folder.parent}, and the tag {folder.name.removesuffix(_PARTIAL)}"
+    why = f"it has no file {_NEWEST}" if folder.exists() else "there is no such folder"
+    raise FileNotFoundError(f"there is no checkpoint in {folder}: {why}{hint if inside else ''}")
 
 
 # --- one file -------------------------------------------------------------------------------------
@@ -561,7 +566,10 @@ def _manifest(folder: Path) -> dict[str, Any]:
         )
     if not file.exists():
         return _manifest_by_names(folder)
-    manifest: dict[str, Any] = json.loads(file.read_text())
+    try:
+        manifest: dict[str, Any] = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
     return manifest
 
 
