@@ -20,6 +20,7 @@ from smddp.bench.operations import OPERATIONS
 
 
 @pytest.mark.multiprocess
+@pytest.mark.costly
 def test_table_and_json_say_the_same(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     secret = "5e9d3c7a1b2f4806"
@@ -118,6 +119,7 @@ def test_every_collective_is_right(layout: str) -> None:
         ),
     ],
 )  # fmt: skip
+@pytest.mark.costly
 def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
     done = bench(
         "--nodes=2+1", "--max-bytes=64KiB", "--min-bytes=64KiB", "--iterations=5", "--place=in",
@@ -220,6 +222,7 @@ def test_a_launcher_decides_how_many_ranks(
 
 
 @pytest.mark.multiprocess
+@pytest.mark.costly
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "bench.svg"

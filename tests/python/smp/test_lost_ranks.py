@@ -231,6 +231,6 @@ def case_of(seed: int) -> tuple[str, int, bool, float, float]:
     return layout, int(numbers[1] * RANKS), numbers[2] < 0.6, numbers[3], delay
 
 
-@pytest.mark.parametrize("seed", rotating(list(range(160)), 8))
+@pytest.mark.parametrize("seed", rotating(list(range(160)), 4))
 def test_no_rank_waits_for_one_that_is_lost(seed: int) -> None:
     check(*case_of(seed))

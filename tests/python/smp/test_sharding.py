@@ -167,6 +167,7 @@ IDS = [
 
 @pytest.mark.parametrize(("ranks", "degree", "more"), LAYOUTS, ids=IDS)
 @pytest.mark.timeout(170)
+@pytest.mark.costly
 def test_sharded_models_learn_the_same(ranks: str, degree: int, more: dict[str, Any]) -> None:
     clip = 0.5
     config = {
@@ -265,9 +266,10 @@ def random_models(seeds: list[int], degree: int, partitions: int = 1) -> dict[in
 
 @pytest.mark.parametrize("partitions", [1, 2])
 @pytest.mark.timeout(170)
+@pytest.mark.costly
 def test_models_made_at_random(partitions: int) -> None:
     """Their order of calls changes between steps, with the data."""
-    seeds = [3, 7, 34, *rotating(list(range(20, 34)), 8 // partitions - 1)]
+    seeds = [3, 7, 34, *rotating(list(range(20, 34)), 4 // partitions)]
     expected = check_ranks(random_models, "1", seeds, 1)[0]
     again = 0
     ranks = check_ranks(random_models, str(2 * partitions), seeds, 2, partitions, timeout=150)
@@ -978,6 +980,7 @@ def optimizers(threshold: int) -> Any:
     return found
 
 
+@pytest.mark.costly
 def test_norms_and_optimizers_see_whole_parameters() -> None:
     expected = check_ranks(optimizers, "2", 1000)
     for rank, found in enumerate(check_ranks(optimizers, "2", THRESHOLD)):
@@ -1321,6 +1324,7 @@ def loading(config: dict[str, Any], path: str, how: str) -> Any:
 
 
 @pytest.mark.parametrize("half", ["", "fp16", "bf16"])
+@pytest.mark.costly
 def test_checkpoints_load_at_any_degree(tmp_path: Path, half: str) -> None:
     def config(degree: int) -> dict[str, Any]:
         return {"sharded_data_parallel_degree": degree, **({half: True} if half else {})}
