@@ -57,8 +57,8 @@ _SLOW_MODULES = {
 }
 
 
-# In `make test` a test of a slow module takes one in so many of its cases, and a module one in so
-# many of its costly tests.
+# In `make test` a test of a slow module takes one in so many of its cases, a costly test one in
+# twice as many, and a module one in so many of its costly tests.
 _SHARE = 3
 
 
@@ -66,7 +66,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Marks the tests of slow modules; leaves out their cases, and costly tests, of other turns.
 
     `make` sets TEST_TURN, the number of the day, and for `make test-all` also ALL_SEEDS. Without
-    TEST_TURN, as under pytest alone, all cases run. Each runs at least once in _SHARE**2 turns.
+    TEST_TURN, as under pytest alone, all cases run. A case of a slow module runs at least once in
+    three turns, a costly test in nine, and each of its cases in 45.
     """
     cases = collections.defaultdict(list)
     costly: dict[str, dict[str, None]] = collections.defaultdict(dict)  # in order, each once
@@ -76,27 +77,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("exhaustive") is None:
             name = item.nodeid.partition("[")[0]
-            if slow:
-                cases[name].append(item)
             if item.get_closest_marker("costly") is not None:
                 costly[name.partition("::")[0]][name] = None
+            if slow:
+                cases[name].append(item)
     if "TEST_TURN" not in os.environ or "ALL_SEEDS" in os.environ:
         return
     turn = int(os.environ["TEST_TURN"])
-    others = _of_other_turns(cases, turn)
-    tests = _of_other_turns({k: list(names) for k, names in costly.items()}, turn // _SHARE)
-    others |= {item for item in items if item.nodeid.partition("[")[0] in tests}
+    tests = {name for names in costly.values() for name in names}
+    others = set()
+    for name, found in cases.items():
+        others |= _of_other_turns(name, found, turn, 2 * _SHARE if name in tests else _SHARE)
+    for module, names in costly.items():
+        left_out = _of_other_turns(module, list(names), turn // _SHARE, _SHARE)
+        others |= {item for item in items if item.nodeid.partition("[")[0] in left_out}
     items[:] = [item for item in items if item not in others]
     config.hook.pytest_deselected(items=list(others))
 
 
-def _of_other_turns(groups: dict[str, list[_Some]], turn: int) -> set[_Some]:
-    others = set()
-    for name, found in groups.items():
-        share = min(_SHARE, len(found))
-        others.update(found)
-        others.difference_update(found[(turn + zlib.crc32(name.encode())) % share :: share])
-    return others
+def _of_other_turns(name: str, found: list[_Some], turn: int, share: int) -> set[_Some]:
+    share = min(share, len(found))
+    return {*found} - {*found[(turn + zlib.crc32(name.encode())) % share :: share]}
 
 
 def _shared_memory() -> set[str]:

@@ -148,6 +148,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.costly
 def test_training_is_that_of_one_process(name: str) -> None:
     layout, config, options, checkpoints = CASES[name]
     options = {**options, **NO_DROPOUT}
