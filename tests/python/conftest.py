@@ -57,9 +57,10 @@ _SLOW_MODULES = {
 }
 
 
-# In `make test` a test of a slow module takes one in so many of its cases, a costly test one in
-# twice as many, and a module one in so many of its costly tests.
-_SHARE = 3
+# In `make test` a test of a slow module takes one in so many of its cases, and a module one in so
+# many of its costly tests. These take one in five of their cases. With six, some would never meet
+# the turns of their test.
+_SHARE, _COSTLY_SHARE = 3, 5
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -87,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tests = {name for names in costly.values() for name in names}
     others = set()
     for name, found in cases.items():
-        others |= _of_other_turns(name, found, turn, 2 * _SHARE if name in tests else _SHARE)
+        others |= _of_other_turns(name, found, turn, _COSTLY_SHARE if name in tests else _SHARE)
     for module, names in costly.items():
         left_out = _of_other_turns(module, list(names), turn // _SHARE, _SHARE)
         others |= {item for item in items if item.nodeid.partition("[")[0] in left_out}

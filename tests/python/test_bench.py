@@ -84,6 +84,7 @@ def _check_place(measured: dict[str, Any], place: str, cells: list[str]) -> None
 @pytest.mark.parametrize(
     "layout", [pytest.param("--ranks=3", marks=pytest.mark.exhaustive), "--nodes=2+1"]
 )
+@pytest.mark.costly
 def test_every_collective_is_right(layout: str) -> None:
     done = bench(
         "all", layout, "--backends=smddp,gloo,fake", "--counts=1,1001", "--offset=1",
