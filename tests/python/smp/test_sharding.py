@@ -24,7 +24,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import arrive, await_ranks, check_ranks, listen, reserved_port, rotating, run_ranks
+from ranks import (
+    arrive,
+    await_ranks,
+    check_ranks,
+    listen,
+    reserved_port,
+    rotating_or_all,
+    run_ranks,
+)
 from smp import test_random_models
 from smp.census import Census, UnmappedCensus
 from smp.zoo import ZOO, arguments, batch_of, device, make, train_step
@@ -269,7 +277,7 @@ def random_models(seeds: list[int], degree: int, partitions: int = 1) -> dict[in
 @pytest.mark.costly
 def test_models_made_at_random(partitions: int) -> None:
     """Their order of calls changes between steps, with the data."""
-    seeds = [3, 7, 34, *rotating(list(range(20, 34)), 4 // partitions)]
+    seeds = [3, 7, 34, *rotating_or_all(list(range(20, 34)), 4 // partitions)]
     expected = check_ranks(random_models, "1", seeds, 1)[0]
     again = 0
     ranks = check_ranks(random_models, str(2 * partitions), seeds, 2, partitions, timeout=150)

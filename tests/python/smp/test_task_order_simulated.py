@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import os
 import random
 import threading
 import time
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ranks import rotating
+from ranks import rotating_or_all
 
 from smddp_smp.baton import Baton, Priority, Task, Ticket
 from smddp_smp.order import Follower, Leader, TaskName
@@ -325,8 +324,7 @@ class Job:
 )
 def test_followers_replay_the_order_of_the_leader(ranks: int, replicas: int, cases: int) -> None:
     job = Job(ranks, replicas)
-    seeds = list(range(cases))
-    for case in seeds if "ALL_SEEDS" in os.environ else rotating(seeds, cases // 4):
+    for case in rotating_or_all(list(range(cases)), cases // 4):
         # Without meetings a replica can be far behind the leader's.
         job.meets = case % 3 > 0
         job.pauses = 1e-4 if case % 5 == 0 else 0.0
