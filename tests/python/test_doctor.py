@@ -178,6 +178,7 @@ def test_a_rank_that_meets_nobody() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
+@pytest.mark.costly
 def test_hosts_that_reach_one_another() -> None:
     ended = programs.run(str(ROOT / "tools/hosts.py"), "--hosts", "2", "--", "-m", "smddp.doctor")
     assert ended.returncode == 0, ended.stderr
@@ -203,6 +204,7 @@ def test_hosts_that_do_not_reach_one_another() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
+@pytest.mark.costly
 def test_a_job_whose_hosts_do_not_reach_one_another(tmp_path: Path) -> None:
     """Both ranks raise at once: also the one that would wait for the other to connect."""
     script = tmp_path / "join.py"

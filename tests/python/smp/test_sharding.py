@@ -1473,6 +1473,7 @@ def resuming_one_by_one(config: dict[str, Any], path: str, partial: bool) -> Any
     ],
     ids=["sharding", "partitions", "more ranks"],
 )
+@pytest.mark.costly
 def test_a_rank_that_resumes_has_one_whole_parameter_at_a_time(
     tmp_path: Path, saved: tuple[str, dict[str, Any]], resumed: tuple[str, dict[str, Any]]
 ) -> None:
@@ -1632,6 +1633,7 @@ except smp.SMPUsageError:
 """
 
 
+@pytest.mark.costly
 def test_a_backward_pass_that_fails_leaves_nothing_that_crashes_at_the_end() -> None:
     variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     with reserved_port() as port:
