@@ -16,6 +16,9 @@ VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))
 BUILD := build/torch-$(TORCH)
 PYTHON := $(VENV)/bin/python
 export TORCH TENSORFLOW
+# pip leaves out compiling the modules of torch, TensorFlow and others (tools/setup.sh). Where this is set, each new
+# interpreter would compile all that it imports, which takes as long as the import itself.
+unexport PYTHONDONTWRITEBYTECODE
 
 CTEST := ctest --output-on-failure --no-tests=error
 PYTEST := $(PYTHON) -m pytest -q

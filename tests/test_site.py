@@ -134,12 +134,14 @@ sys.exit(runner.failures > 0)
 """
 
 
+@pytest.mark.costly
 def test_the_examples_of_the_reference_run() -> None:
     examples = int(_python("-c", _EXAMPLES, "smddp", "smdistributed.modelparallel.torch"))
     assert examples >= 10
 
 
 @pytest.mark.multiprocess
+@pytest.mark.costly
 def test_the_script_of_the_quickstart_learns(tmp_path: Path) -> None:
     page = (ROOT / "docs/quickstart.md").read_text()
     script = tmp_path / "train.py"
@@ -153,6 +155,7 @@ def test_the_script_of_the_quickstart_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:smdistributed.dataparallel")
+@pytest.mark.costly
 def test_the_site_is_complete(tmp_path: Path) -> None:
     site = tmp_path / "site"
     _python(

@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -29,6 +30,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 
 
+_Some = TypeVar("_Some")
+
+
 # `make test-fast` leaves out these modules: each takes more than about ten seconds, for what a
 # change breaks less often than the calls, collectives and failures that the others test.
 _SLOW_MODULES = {
@@ -44,7 +48,7 @@ _SLOW_MODULES = {
     *("test_memory_report", "test_metrics", "test_optimizer_shards", "test_original_api"),
     *("test_overlaps", "test_plan_drawing", "test_profiler", "test_programs"),
     *("test_random_calls", "test_random_models", "test_registration", "test_remote_buffers"),
-    *("test_sequence_parallel",),
+    *("test_fp16_params", "test_sequence_parallel"),
     *("test_sharding", "test_sharding_array", "test_slurm", "test_soak", "test_step"),
     *("test_task_order", "test_task_order_simulated", "test_tensor", "test_tensor_combined"),
     *("test_tensor_failures", "test_tensor_marks", "test_tensor_misuse", "test_tensor_simulated"),
@@ -53,32 +57,48 @@ _SLOW_MODULES = {
 }
 
 
-# In `make test` a test of a slow module takes one in so many of its cases.
-_SHARE = 3
+# In `make test` a test of a slow module takes one in so many of its cases, and a module one in so
+# many of its costly tests. These take one in five of their cases. With six, some would never meet
+# the turns of their test.
+_SHARE, _COSTLY_SHARE = 3, 5
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests of slow modules; leaves out cases of theirs that have another turn.
+    """Marks the tests of slow modules; leaves out their cases, and costly tests, of other turns.
 
     `make` sets TEST_TURN, the number of the day, and for `make test-all` also ALL_SEEDS. Without
-    TEST_TURN, as under pytest alone, all cases run.
+    TEST_TURN, as under pytest alone, all cases run. A case of a slow module runs at least once in
+    three turns, a costly test in nine, and each of its cases in 45.
     """
     cases = collections.defaultdict(list)
+    costly: dict[str, dict[str, None]] = collections.defaultdict(dict)  # in order, each once
     for item in items:
-        if item.path.stem in _SLOW_MODULES:
+        slow = item.path.stem in _SLOW_MODULES
+        if slow:
             item.add_marker(pytest.mark.slow)
-            if item.get_closest_marker("exhaustive") is None:
-                cases[item.nodeid.partition("[")[0]].append(item)
+        if item.get_closest_marker("exhaustive") is None:
+            name = item.nodeid.partition("[")[0]
+            if item.get_closest_marker("costly") is not None:
+                costly[name.partition("::")[0]][name] = None
+            if slow:
+                cases[name].append(item)
     if "TEST_TURN" not in os.environ or "ALL_SEEDS" in os.environ:
         return
+    turn = int(os.environ["TEST_TURN"])
+    tests = {name for names in costly.values() for name in names}
     others = set()
     for name, found in cases.items():
-        share = min(_SHARE, len(found))
-        turn = int(os.environ["TEST_TURN"]) + zlib.crc32(name.encode())
-        others.update(found)
-        others.difference_update(found[turn % share :: share])
+        others |= _of_other_turns(name, found, turn, _COSTLY_SHARE if name in tests else _SHARE)
+    for module, names in costly.items():
+        left_out = _of_other_turns(module, list(names), turn // _SHARE, _SHARE)
+        others |= {item for item in items if item.nodeid.partition("[")[0] in left_out}
     items[:] = [item for item in items if item not in others]
     config.hook.pytest_deselected(items=list(others))
+
+
+def _of_other_turns(name: str, found: list[_Some], turn: int, share: int) -> set[_Some]:
+    share = min(share, len(found))
+    return {*found} - {*found[(turn + zlib.crc32(name.encode())) % share :: share]}
 
 
 def _shared_memory() -> set[str]:

@@ -98,6 +98,11 @@ def rotating(seeds: list[int], count: int) -> list[int]:
     return [seeds[(first + i) % len(seeds)] for i in range(count)]
 
 
+def rotating_or_all(seeds: list[int], count: int) -> list[int]:
+    """As rotating(); all of the seeds with ALL_SEEDS, which `make test-all` sets."""
+    return seeds if "ALL_SEEDS" in os.environ else rotating(seeds, count)
+
+
 # For ranks in namespaces of their own. Below the kernel's range of ephemeral ports.
 _PORT_IN_A_NETWORK = 29500
 

@@ -20,6 +20,7 @@ from smddp.bench.operations import OPERATIONS
 
 
 @pytest.mark.multiprocess
+@pytest.mark.costly
 def test_table_and_json_say_the_same(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     secret = "5e9d3c7a1b2f4806"
@@ -83,6 +84,7 @@ def _check_place(measured: dict[str, Any], place: str, cells: list[str]) -> None
 @pytest.mark.parametrize(
     "layout", [pytest.param("--ranks=3", marks=pytest.mark.exhaustive), "--nodes=2+1"]
 )
+@pytest.mark.costly
 def test_every_collective_is_right(layout: str) -> None:
     done = bench(
         "all", layout, "--backends=smddp,gloo,fake", "--counts=1,1001", "--offset=1",
@@ -118,6 +120,7 @@ def test_every_collective_is_right(layout: str) -> None:
         ),
     ],
 )  # fmt: skip
+@pytest.mark.costly
 def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
     done = bench(
         "--nodes=2+1", "--max-bytes=64KiB", "--min-bytes=64KiB", "--iterations=5", "--place=in",
@@ -220,6 +223,7 @@ def test_a_launcher_decides_how_many_ranks(
 
 
 @pytest.mark.multiprocess
+@pytest.mark.costly
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "bench.svg"

@@ -21,6 +21,7 @@ MPI_PREFIX = next((p for p in [ROOT / ".venv-mpi"] if p.exists()), Path(sys.pref
 
 
 @pytest.mark.multiprocess
+@pytest.mark.costly
 def test_under_torchrun() -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = ["--max-bytes=64", "--iterations=5", "--backends=smddp,bound", "--memory=ordinary"]
@@ -30,6 +31,7 @@ def test_under_torchrun() -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.costly
 def test_under_mpirun() -> None:
     """Starts ranks as mpirun does: with its variables, and without MASTER_ADDR."""
     options = ["--max-bytes=8", "--iterations=5", "--backends=smddp", "--memory=ordinary"]
@@ -50,6 +52,7 @@ def test_under_mpirun() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(hosts.unavailable() is not None, reason=str(hosts.unavailable()))
+@pytest.mark.costly
 def test_on_hosts_with_a_link(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     hosts_py = [str(ROOT / "tools" / "hosts.py"), "--hosts=2", "--ranks=2", "--rate=1gbit", "--"]
@@ -127,6 +130,7 @@ def _ddp_rows(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
         pytest.param("fsdp", ["smddp"], marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.costly
 def test_training_steps(parallel: str, backends: list[str], tmp_path: Path) -> None:
     file = tmp_path / "ddp.json"
     options = [f"--parallel={parallel}", f"--backends={','.join(backends)}", f"--json={file}"]
@@ -144,6 +148,7 @@ def test_training_steps(parallel: str, backends: list[str], tmp_path: Path) -> N
 
 
 @pytest.mark.multiprocess
+@pytest.mark.costly
 def test_steps_in_each_wire_format() -> None:
     options = ["--nodes=2x1", "--steps=5", "--backends=smddp", "--wire=bf16,int8+feedback"]
     rows = _ddp_rows(bench("ddp", "--models=mlp", *options))
@@ -152,6 +157,7 @@ def test_steps_in_each_wire_format() -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.costly
 def test_steps_whose_compute_is_sleep() -> None:
     rows = _ddp_rows(
         bench("ddp", "--sleep=40", "--nodes=2x1", "--steps=5", "--backends=smddp",

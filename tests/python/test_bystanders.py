@@ -98,6 +98,7 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.costly
 def test_import_torch_changes_nothing(
     launcher: str, installed: str, without: dict[str, object]
 ) -> None:
@@ -108,6 +109,7 @@ def test_import_torch_changes_nothing(
     assert seen == {name: value for name, value in without.items() if name != "modules"}
 
 
+@pytest.mark.costly
 def test_other_backends_under_mpirun_get_the_error_of_torch(installed: str) -> None:
     """Programs try it, and go on as one process if it fails."""
     succeed(
@@ -143,6 +145,7 @@ def test_other_backends_under_mpirun_get_the_error_of_torch(installed: str) -> N
     )
 
 
+@pytest.mark.costly
 def test_jobs_inside_a_job_meet_where_their_script_says(installed: str) -> None:
     """A script may start processes itself in each rank of mpirun, and number them anew."""
     ended = run(
@@ -164,6 +167,7 @@ def test_jobs_inside_a_job_meet_where_their_script_says(installed: str) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.costly
 def test_several_hosts_that_nobody_names(installed: str) -> None:
     succeed(
         """
@@ -198,6 +202,7 @@ dist.destroy_process_group()
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("backend", ["smddp", "cpu:smddp,cuda:gloo"])
+@pytest.mark.costly
 def test_a_bare_mpirun(backend: str, installed: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_TRAIN.format(backend=backend))

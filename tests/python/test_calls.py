@@ -317,11 +317,11 @@ def test_with_torchs_own_checks(cases: Callable[[], None]) -> None:
     ranks.check_ranks(cases, "3", env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
 
 
-def _compiled() -> None:
+def _compiled(backend: str) -> None:
     with ranks.job():
         me, size = dist.get_rank(), dist.get_world_size()
 
-        @torch.compile(fullgraph=True)
+        @torch.compile(fullgraph=True, backend=backend)
         def step(tensor: torch.Tensor) -> torch.Tensor:
             return funcol.all_reduce(tensor * 2, "sum", dist.group.WORLD) + 1
 
@@ -329,9 +329,13 @@ def _compiled() -> None:
         same(step(torch.full((5,), me + 1.0)), torch.full((5,), total), "compiled")
 
 
+# Inductor starts a compiler on each rank. What it compiles is what the other backend calls.
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.slow
-def test_compiled() -> None:
-    ranks.check_ranks(_compiled, "2", timeout=300)
+def test_compiled(backend: str) -> None:
+    ranks.check_ranks(_compiled, "2", backend, timeout=300)
 
 
 # --- groups ---------------------------------------------------------------------------------------

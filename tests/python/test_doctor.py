@@ -126,6 +126,7 @@ def test_machines(
     assert remedy in found[check][2]
 
 
+@pytest.mark.costly
 def test_a_card_without_libfabric(tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     folder.mkdir()
@@ -144,6 +145,7 @@ def test_a_card_without_libfabric(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.costly
 def test_two_processes_talk() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "smddp.cli", "doctor"],
@@ -156,6 +158,7 @@ def test_two_processes_talk() -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.costly
 def test_a_rank_that_meets_nobody() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -175,6 +178,7 @@ def test_a_rank_that_meets_nobody() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
+@pytest.mark.costly
 def test_hosts_that_reach_one_another() -> None:
     ended = programs.run(str(ROOT / "tools/hosts.py"), "--hosts", "2", "--", "-m", "smddp.doctor")
     assert ended.returncode == 0, ended.stderr
@@ -185,6 +189,7 @@ def test_hosts_that_reach_one_another() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
+@pytest.mark.costly
 def test_hosts_that_do_not_reach_one_another() -> None:
     # Every host has this interface, and reaches only itself there.
     command = [str(ROOT / "tools/hosts.py"), "--hosts", "2", "--", "-m", "smddp.doctor"]
@@ -199,6 +204,7 @@ def test_hosts_that_do_not_reach_one_another() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
+@pytest.mark.costly
 def test_a_job_whose_hosts_do_not_reach_one_another(tmp_path: Path) -> None:
     """Both ranks raise at once: also the one that would wait for the other to connect."""
     script = tmp_path / "join.py"
@@ -242,6 +248,7 @@ def test_cores_of_all_ranks(
     assert text in f"{cores.text}; {cores.remedy}"
 
 
+@pytest.mark.costly
 def test_another_torch_is_one_sentence() -> None:
     script = "import torch\ntorch.__version__ = '9.8.7'\nimport smddp_tool\nsmddp_tool.command()"
     ended = subprocess.run(

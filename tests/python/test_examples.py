@@ -38,16 +38,19 @@ def accuracy_in(text: str) -> float:
 LEARNED = 0.5
 
 
+@pytest.mark.costly
 def test_ddp() -> None:
     assert accuracy_in(torchrun(2, "train_digits.py", "--epochs=6")) > LEARNED
 
 
+@pytest.mark.costly
 def test_fsdp2() -> None:
     output = torchrun(2, "train_fsdp2.py", "--epochs=6")
     assert accuracy_in(output) > LEARNED
     assert "algorithms: " in output
 
 
+@pytest.mark.costly
 def test_lightning() -> None:
     pytest.importorskip("pytorch_lightning")
     done = run(str(EXAMPLES / "train_lightning.py"), "--epochs=6")
@@ -55,6 +58,7 @@ def test_lightning() -> None:
     assert accuracy_in(done.stdout) > LEARNED
 
 
+@pytest.mark.costly
 def test_demo_learns_the_same_as_gloo(tmp_path: Path) -> None:
     done = run(str(EXAMPLES / "demo.py"), "--epochs=2", f"--output={tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr

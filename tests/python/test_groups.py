@@ -96,6 +96,7 @@ def _thousand() -> None:
         _check_sum(None, everybody, 100)
 
 
+@pytest.mark.costly
 def test_a_thousand_groups_at_a_time() -> None:
     ranks.check_ranks(_thousand, "1+1", timeout=170)
 
@@ -148,6 +149,7 @@ def _flat(layout: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 
 
 @layouts
+@pytest.mark.costly
 def test_memory_and_descriptors_stay_flat(layout: str) -> None:
     for parts in ranks.check_ranks(_flat, layout, layout, timeout=170):
         for found in parts:
@@ -216,6 +218,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.costly
 def test_restart_by_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "elastic.py"
     script.write_text(ELASTIC)
@@ -256,6 +259,7 @@ def _agent(arguments: list[str], variables: dict[str, str], alone: Path) -> None
     programs.become(arguments, variables)
 
 
+@pytest.mark.costly
 def test_an_agent_that_joins(tmp_path: Path) -> None:
     """Elastic membership: with --nnodes 1:2 the ranks start again when a second agent comes."""
     script = tmp_path / "members.py"
@@ -300,6 +304,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork", "fork in a notebook"])
+@pytest.mark.costly
 def test_start_methods(method: str, tmp_path: Path) -> None:
     script = tmp_path / "spawning.py"
     script.write_text(SPAWNING)

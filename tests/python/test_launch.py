@@ -183,6 +183,7 @@ for asked in (["gloo"], [], ["cpu:gloo,meta:gloo"], ["mpi"]):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.costly
 def test_a_script_for_another_backend(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_UNCHANGED)
@@ -200,6 +201,7 @@ def test_a_script_for_another_backend(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.costly
 def test_the_launcher_reports_the_rank_that_failed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
@@ -306,6 +308,7 @@ def _script(tmp_path: Path) -> str:
         pytest.param(SRUN_ON_TWO_NODES, True, id="srun-smddprun-nodes"),
     ],
 )
+@pytest.mark.costly
 def test_variables_are_enough(variables: dict[str, str], wrapper: bool, tmp_path: Path) -> None:
     """Stands for mpirun or srun where there is none; test_bystanders.py has a bare mpirun."""
     script = _script(tmp_path)

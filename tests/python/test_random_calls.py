@@ -334,7 +334,7 @@ def _for_a_while(seed: int, seconds: float, threads: int) -> int:
 )
 def test_random_calls(layout: str, threads: int) -> None:
     everything = "ALL_SEEDS" in os.environ
-    seconds = 120 if everything else 6
+    seconds = 120 if everything else 4
     seed = int(os.environ.get("RANDOM_CALLS_SEED", ranks.rotating(list(range(1000)), 1)[0]))
     done = ranks.check_ranks(_for_a_while, layout, seed, seconds, threads, timeout=seconds + 240)
     assert min(done) > 0

@@ -318,6 +318,7 @@ CALLS = ["_all_reduce", "_all_to_all", "_split_all_to_all", "_objects", "_messag
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("layout", ["2", "1+1"])
+@pytest.mark.costly
 def test_sizes_that_never_repeat(layout: str, call: str) -> None:
     # A small cache is full after half of so few sizes.
     _check_sizes(call, layout, 4000, timeout=110, SMDDP_PLAN_CACHE_BYTES=str(1 << 20))
@@ -332,6 +333,7 @@ def test_many_sizes_that_never_repeat(call: str, count: int) -> None:
     _check_sizes(call, "2", count, timeout=1900)
 
 
+@pytest.mark.costly
 def test_random_calls_for_short() -> None:
     _check(20, warm_seconds=8, warm_steps=0, growth=0.1)
 

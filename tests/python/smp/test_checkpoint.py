@@ -164,6 +164,7 @@ MATRIX = [
 
 
 @pytest.mark.parametrize(("saved", "loaded"), MATRIX)
+@pytest.mark.costly
 def test_training_goes_on_at_any_degree(tmp_path: Path, saved: Any, loaded: Any) -> None:
     path = str(tmp_path)
     whole = check_ranks(saving, str(saved[0]), saved[1], path)
@@ -559,6 +560,7 @@ def test_a_wrong_folder_comes_with_a_hint(tmp_path: Path) -> None:
         checkpoint.full_state_dict(str(tmp_path / "two_partial"))
 
 
+@pytest.mark.costly
 def test_folders_of_the_original(tmp_path: Path) -> None:
     """They have no manifest, and other numbers at the end of a file's name."""
     saved = check_ranks(saving, "2", 2, str(tmp_path))
@@ -640,6 +642,7 @@ def loading_by_hand(path: str, when: str, same_partition: bool) -> Any:
     return state_of(model, optimizer)
 
 
+@pytest.mark.costly
 def test_parts_that_scripts_save_themselves(tmp_path: Path) -> None:
     expected = check_ranks(saving_by_hand, "4", str(tmp_path))[0]
     assert {file.name for file in tmp_path.iterdir()} == {

@@ -519,6 +519,7 @@ FEW = ["resnet", "tied gpt", "mixture of experts", "recurrent", "parametrized", 
     ("parts", "names"),
     [(1, FEW), (2, FEW), pytest.param(2, list(ZOO), marks=pytest.mark.exhaustive)],
 )
+@pytest.mark.costly
 def test_training_is_that_of_ordinary_creation(parts: int, names: list[str]) -> None:
     expected = check_ranks(zoo, "2", False, names, parts)
     for one, other in zip(check_ranks(zoo, "2", True, names, parts), expected, strict=True):
@@ -591,6 +592,7 @@ def gpt2(delay: bool, config: dict[str, Any], path: str) -> Any:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("config", [{}, {"fp16": True, "_fp32_grad_accumulation": True}])
+@pytest.mark.costly
 def test_uses_of_a_model_before_it_is_divided(config: dict[str, Any], tmp_path: Path) -> None:
     found = []
     for delay in (False, True):
@@ -689,6 +691,7 @@ def evaluate(model: Any, x: Tensor) -> Any:
 
 @pytest.mark.multiprocess
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures memory of the host")
+@pytest.mark.costly
 def test_a_rank_needs_memory_for_its_own_part_only() -> None:
     layer = 4 * WIDTH * (WIDTH + 1)
     for mine, storages, tensors, process in check_ranks(large, "4", {"partitions": 4}, WIDTH):
@@ -700,6 +703,7 @@ def test_a_rank_needs_memory_for_its_own_part_only() -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures memory of the host")
+@pytest.mark.costly
 def test_a_rank_needs_memory_for_its_shards_only() -> None:
     width = WIDTH - 1  # the elements of a layer are no multiple of the degree
     layer = 4 * width * (width + 1)
@@ -804,6 +808,7 @@ def trained_within_limit(config: dict[str, Any]) -> list[dict[str, str]]:
     ],
     ids=["partitions", "sharding"],
 )
+@pytest.mark.costly
 def test_a_model_larger_than_the_memory_of_a_rank(config: dict[str, Any]) -> None:
     layer = 4 * WIDTH * (WIDTH + 1)
     assert 48 * layer > LIMIT

@@ -79,6 +79,7 @@ def offloaded() -> dict[str, Any]:
 
 
 @pytest.mark.timeout(170)
+@pytest.mark.costly
 def test_activations_leave_a_device() -> None:
     ranks = check_ranks(offloaded, "2", timeout=160)
     for name in MARKED:
@@ -97,6 +98,7 @@ def test_activations_leave_a_device() -> None:
     ],
 )
 @pytest.mark.timeout(170)
+@pytest.mark.costly
 def test_divided_models_learn_the_same_on_a_device(
     pp: int, replicas: int, names: list[str]
 ) -> None:
@@ -139,6 +141,7 @@ def sharded(rows: list[Row]) -> tuple[Any, Any]:
     ],
 )
 @pytest.mark.timeout(170)
+@pytest.mark.costly
 def test_sharded_models_learn_the_same_on_a_device(rows: list[Row]) -> None:
     for count in (2, 4):
         mine = [row for row in rows if test_sharding_array.LAYOUTS[row[1]][0] == count]
@@ -164,6 +167,7 @@ def delayed(delay: bool, names: list[str]) -> Any:
     ],
 )
 @pytest.mark.timeout(170)
+@pytest.mark.costly
 def test_delayed_models_get_their_values_on_a_device(names: list[str]) -> None:
     expected = check_ranks(delayed, "2", False, names, timeout=80)
     for one, other in zip(

@@ -190,6 +190,7 @@ def divided(script: str, parameters: str) -> tuple[dict[str, torch.Tensor], Any]
 @pytest.mark.parametrize(
     ("script", "degrees"), [("tensor.py", (1, 4)), ("tensor_and_pipeline.py", (2, 2))]
 )
+@pytest.mark.costly
 def test_scripts_with_tensor_parallelism_train_what_one_process_would(
     script: str, degrees: tuple[int, int]
 ) -> None:
@@ -209,6 +210,7 @@ def test_scripts_with_tensor_parallelism_train_what_one_process_would(
 
 
 @pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.costly
 def test_digits_are_learned(manual: bool) -> None:
     config = {"partitions": 2, "microbatches": 4, "ddp": True, "pipeline": "interleaved"}
     if manual:
@@ -222,6 +224,7 @@ def test_digits_are_learned(manual: bool) -> None:
     assert float(found[1]) > 0.5, text
 
 
+@pytest.mark.costly
 def test_gpt_learns_the_same_text_divided_or_whole(tmp_path: Path) -> None:
     options = ["--steps=12", "--layers=4"]
     whole = output_of(1, "smp_gpt.py", *options)
@@ -237,6 +240,7 @@ def test_gpt_learns_the_same_text_divided_or_whole(tmp_path: Path) -> None:
     assert "busy" in divided
 
 
+@pytest.mark.costly
 def test_gpt_learns_the_same_sharded_or_whole() -> None:
     options = ["--steps=11", "--layers=2"]
     plain = output_of(4, "smp_gpt.py", "--partitions=2", *options)
@@ -248,6 +252,7 @@ def test_gpt_learns_the_same_sharded_or_whole() -> None:
     assert losses == re.findall(r"loss (\d\.\d+)", sharded)
 
 
+@pytest.mark.costly
 def test_unet_removes_noise() -> None:
     text = output_of(2, "smp_unet.py", "--partitions=2", "--steps=30")
     left = [float(share) for share in re.findall(r"(\d\.\d+) of the noise", text)]

@@ -282,6 +282,7 @@ def covered() -> Iterator[Any]:
 
 @pytest.mark.timeout(260)
 @pytest.mark.parametrize(("layout", "config", "checkpoints", "name"), [*CASES, *covered()])
+@pytest.mark.costly
 def test_what_is_counted_is_near_the_prediction(
     layout: str, config: dict[str, Any], checkpoints: bool, name: str
 ) -> None:
@@ -383,6 +384,7 @@ def process_memory(config: dict[str, Any], checkpoints: bool) -> list[tuple[int,
     ],
     ids=["plain", "sharded", "offloaded"],
 )
+@pytest.mark.costly
 def test_the_memory_of_the_process_is_near_the_prediction(
     config: dict[str, Any], checkpoints: bool
 ) -> None:
@@ -610,6 +612,7 @@ def keys_in(text: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.costly
 def test_what_is_proposed_fits() -> None:
     config = {**SIMPLE, "sdp_param_persistence_threshold": 1000}
     shares = [1.01, 0.95, 0.6, 0.02]

@@ -131,6 +131,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("ranks", "parts", "names", "config"), CASES)
+@pytest.mark.costly
 def test_results_are_those_of_undivided_state(
     ranks: str, parts: int, names: list[str], config: dict[str, Any]
 ) -> None:
@@ -198,6 +199,7 @@ def resume(parts: int, config: dict[str, Any], path: str, rate: Any, how: str) -
 
 
 @pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.costly
 def test_checkpoints_load_with_other_numbers_of_replicas(fp16: bool, tmp_path: Path) -> None:
     config = {"fp16": fp16, "shard_optimizer_state": True}
     _, state, rate = check_ranks(save, "4", 2, config, str(tmp_path))[0]

@@ -205,7 +205,7 @@ def turn(count: int) -> range:
 @pytest.mark.parametrize(
     "schedules",
     [
-        pytest.param(turn(100), id="turn"),
+        pytest.param(turn(40), id="turn"),
         *(
             pytest.param(range(first, first + 500), marks=pytest.mark.exhaustive, id=str(first))
             for first in range(0, 5000, 500)  # of each configuration

@@ -148,6 +148,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.costly
 def test_training_is_that_of_one_process(name: str) -> None:
     layout, config, options, checkpoints = CASES[name]
     options = {**options, **NO_DROPOUT}
@@ -158,6 +159,7 @@ def test_training_is_that_of_one_process(name: str) -> None:
         check_same(result, losses, wanted["norms"], wanted["state"])
 
 
+@pytest.mark.costly
 def test_a_layer_may_be_on_two_partitions() -> None:
     # What one rank gathers is used on the other, which has no part of it.
     layer = "transformer.seq_layers.0."
@@ -174,6 +176,7 @@ def test_a_layer_may_be_on_two_partitions() -> None:
 
 
 @pytest.mark.parametrize(("config", "autocast"), [(TWO, True), ({**TWO, "fp16": True}, False)])
+@pytest.mark.costly
 def test_half_precision(config: dict[str, Any], autocast: bool) -> None:
     options = {**PRE, **DIVIDED_WORDS, **NO_DROPOUT}
     plain = {**options, "sequence_parallel": False}
@@ -186,6 +189,7 @@ def test_half_precision(config: dict[str, Any], autocast: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["2", "4, both", "2 partitions", "checkpoints"])
+@pytest.mark.costly
 def test_dropout_leaves_out_what_one_process_leaves_out(name: str) -> None:
     layout, config, options, checkpoints = CASES[name]
     options = {**options, **DROPOUT}
@@ -342,6 +346,7 @@ def written(config: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("layout", "config"), [("2", TWO), ("4", {**TWO, "partitions": 2})])
+@pytest.mark.costly
 def test_generated_texts_are_those_of_one_process(layout: str, config: dict[str, Any]) -> None:
     (wanted,) = check_ranks(written, "1", {})
     for found in check_ranks(written, layout, config):

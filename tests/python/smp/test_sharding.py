@@ -24,7 +24,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import arrive, await_ranks, check_ranks, listen, reserved_port, rotating, run_ranks
+from ranks import (
+    arrive,
+    await_ranks,
+    check_ranks,
+    listen,
+    reserved_port,
+    rotating_or_all,
+    run_ranks,
+)
 from smp import test_random_models
 from smp.census import Census, UnmappedCensus
 from smp.zoo import ZOO, arguments, batch_of, device, make, train_step
@@ -167,6 +175,7 @@ IDS = [
 
 @pytest.mark.parametrize(("ranks", "degree", "more"), LAYOUTS, ids=IDS)
 @pytest.mark.timeout(170)
+@pytest.mark.costly
 def test_sharded_models_learn_the_same(ranks: str, degree: int, more: dict[str, Any]) -> None:
     clip = 0.5
     config = {
@@ -265,9 +274,10 @@ def random_models(seeds: list[int], degree: int, partitions: int = 1) -> dict[in
 
 @pytest.mark.parametrize("partitions", [1, 2])
 @pytest.mark.timeout(170)
+@pytest.mark.costly
 def test_models_made_at_random(partitions: int) -> None:
     """Their order of calls changes between steps, with the data."""
-    seeds = [3, 7, 34, *rotating(list(range(20, 34)), 8 // partitions - 1)]
+    seeds = [3, 7, 34, *rotating_or_all(list(range(20, 34)), 4 // partitions)]
     expected = check_ranks(random_models, "1", seeds, 1)[0]
     again = 0
     ranks = check_ranks(random_models, str(2 * partitions), seeds, 2, partitions, timeout=150)
@@ -978,6 +988,7 @@ def optimizers(threshold: int) -> Any:
     return found
 
 
+@pytest.mark.costly
 def test_norms_and_optimizers_see_whole_parameters() -> None:
     expected = check_ranks(optimizers, "2", 1000)
     for rank, found in enumerate(check_ranks(optimizers, "2", THRESHOLD)):
@@ -1321,6 +1332,7 @@ def loading(config: dict[str, Any], path: str, how: str) -> Any:
 
 
 @pytest.mark.parametrize("half", ["", "fp16", "bf16"])
+@pytest.mark.costly
 def test_checkpoints_load_at_any_degree(tmp_path: Path, half: str) -> None:
     def config(degree: int) -> dict[str, Any]:
         return {"sharded_data_parallel_degree": degree, **({half: True} if half else {})}
@@ -1461,6 +1473,7 @@ def resuming_one_by_one(config: dict[str, Any], path: str, partial: bool) -> Any
     ],
     ids=["sharding", "partitions", "more ranks"],
 )
+@pytest.mark.costly
 def test_a_rank_that_resumes_has_one_whole_parameter_at_a_time(
     tmp_path: Path, saved: tuple[str, dict[str, Any]], resumed: tuple[str, dict[str, Any]]
 ) -> None:
@@ -1620,6 +1633,7 @@ except smp.SMPUsageError:
 """
 
 
+@pytest.mark.costly
 def test_a_backward_pass_that_fails_leaves_nothing_that_crashes_at_the_end() -> None:
     variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     with reserved_port() as port:

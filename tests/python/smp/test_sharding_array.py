@@ -265,7 +265,7 @@ PARTS = 10  # of the exhaustive test
 @pytest.mark.parametrize(
     "numbers",
     [
-        pytest.param(rotating(list(range(len(ROWS))), 8), id="turn"),
+        pytest.param(rotating(list(range(len(ROWS))), 5), id="turn"),
         *(
             pytest.param(range(part, len(ROWS), PARTS), marks=pytest.mark.exhaustive, id=str(part))
             for part in range(PARTS)

@@ -225,8 +225,8 @@ def expected(pp: int, steps: int) -> Any:
 @pytest.mark.parametrize(
     ("pp", "pipeline", "steps", "pauses", "config", "backend"),
     [
-        (2, "interleaved", 40, 0.002, {"active_microbatches": 3}, "smddp"),
-        (2, "simple", 40, 0.002, {}, "smddp"),
+        (2, "interleaved", 20, 0.002, {"active_microbatches": 3}, "smddp"),
+        (2, "simple", 20, 0.002, {}, "smddp"),
         (2, "interleaved", 20, 0.002, {"direct_forwarding": False}, "gloo"),
         (4, "interleaved", 20, 0.005, {}, "smddp"),
         pytest.param(*(2, "interleaved", 1000, 0.002, {}, "smddp"), marks=pytest.mark.exhaustive),
@@ -234,6 +234,7 @@ def expected(pp: int, steps: int) -> Any:
     ids=["interleaved", "simple", "gloo", "four", "many"],
 )
 @pytest.mark.timeout(300)
+@pytest.mark.costly
 def test_modules_may_call_collectives(
     pp: int, pipeline: str, steps: int, pauses: float, config: dict[str, Any], backend: str
 ) -> None:
@@ -407,6 +408,7 @@ def running_again(fault: str, where: int, backward: bool) -> tuple[int, list[flo
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize("where", [0, 1])
 @pytest.mark.parametrize("fault", ["structure 1", "argument", "count 1"])
+@pytest.mark.costly
 def test_a_step_is_run_again_on_all_replicas(fault: str, where: int, backward: bool) -> None:
     steps = set()
     for count, sums in check_ranks(running_again, "4", fault, where, backward):

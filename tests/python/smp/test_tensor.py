@@ -163,6 +163,7 @@ def check_close(found: Any, expected: Any, where: str) -> None:
 
 @pytest.mark.parametrize("prescaled", [False, True], ids=["own batches", "one batch"])
 @pytest.mark.parametrize(("config", "layout"), CASES)
+@pytest.mark.costly
 def test_training_is_that_of_one_process(
     config: dict[str, Any], layout: str, prescaled: bool
 ) -> None:

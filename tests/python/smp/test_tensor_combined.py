@@ -66,6 +66,7 @@ def trained(config: dict[str, Any], checkpoints: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.costly
 def test_training_is_that_of_one_process(name: str) -> None:
     size, config, tolerance = CASES[name]
     checkpoints = "checkpoints" in name or "offload" in name

@@ -118,6 +118,7 @@ CASES = [
 
 @pytest.mark.parametrize(("config", "size", "backend"), CASES)
 @pytest.mark.timeout(250)
+@pytest.mark.costly
 def test_all_ranks_end_at_once_and_the_next_step_is_right(
     config: dict[str, Any], size: int, backend: str
 ) -> None:

@@ -259,6 +259,7 @@ SHARDED = {
     ],
     ids=["2 partitions", "sharded"],
 )
+@pytest.mark.costly
 def test_checkpoints_load_at_other_degrees(
     config: dict[str, Any], places: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -285,6 +286,7 @@ def test_checkpoints_load_at_other_degrees(
 
 
 @pytest.mark.multiprocess
+@pytest.mark.costly
 def test_checkpoints_load_at_more_and_less_ranks(tmp_path: Path) -> None:
     """Those of the original library do not say how they are divided."""
     two = {"tensor_parallel_degree": 2}

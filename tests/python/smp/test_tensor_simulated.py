@@ -721,6 +721,7 @@ AT_A_TIME = 30
     ],
 )
 @pytest.mark.timeout(1800)
+@pytest.mark.costly
 def test_all_ranks_make_the_same_calls(job: Any, seeds: range) -> None:
     made = Job(*job)
     failed = odd = 0

@@ -470,6 +470,7 @@ def check_cases(kind: str) -> int:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("kind", list(CASES))
+@pytest.mark.costly
 def test_equals_plain_modules(kind: str, size: int) -> None:
     counts = check_ranks(check_cases, str(size), kind, timeout=120)
     assert min(counts) > 8

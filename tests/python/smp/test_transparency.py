@@ -102,6 +102,7 @@ def divided(config: dict[str, Any], names: Iterable[str] = ZOO) -> dict[str, Any
     ids=lambda value: str(value) if not isinstance(value, dict) else "-".join(map(str, value)),
 )
 @pytest.mark.timeout(170)
+@pytest.mark.costly
 def test_divided_models_learn_the_same(pp: int, replicas: int, pipeline: str, more: Any) -> None:
     config = {"partitions": pp, "pipeline": pipeline, **more}
     # With "spread", the ranks of a pipeline are on different nodes.
