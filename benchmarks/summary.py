@@ -173,13 +173,16 @@ def _calls(files: dict[str, Any]) -> str:
 
 def _sleeping(files: dict[str, Any], variant: str) -> str:
     """Returns a table of the rows of a variant, whose ratio is that to what it is compared with."""
-    (read,) = files.values()
     lines = [
-        [str(row["ranks"]), str(row["partitions"]), f"{row['step_ms']:.0f}", f"{row['ratio']:.2f}"]
+        [
+            *(f"{1e3 * read['options']['seconds']:.0f}", str(row["ranks"]), str(row["partitions"])),
+            *(f"{row['step_ms']:.0f}", f"{row['ratio']:.2f}"),
+        ]
+        for read in files.values()
         for row in read["rows"]
         if row["variant"] == variant
     ]
-    return _table(["ranks", "partitions", "step, ms", "of the same without"], lines)
+    return _table(["sleep, ms", "ranks", "partitions", "step, ms", "of the same without"], lines)
 
 
 def _sharding(files: dict[str, Any]) -> str:
