@@ -493,10 +493,12 @@ class Gathers:
         assert one.plan is not None
         number, kept = one.plan[one.issued]
         entry = self.entries[number]
-        if used:
+        if kept:
+            pass  # Nothing is sent. If this rank has left the plan, it does not ask for it either.
+        elif used:
             flat = self._memory(entry)
             one.under_way[one.issued] = (self._gather(entry, flat), flat)
-        elif not kept:
+        else:
             # Nobody reads what arrives, so all may have the same memory.
             kind = entry.shard.dtype, entry.shard.device
             memory = self._scrap.get(kind)

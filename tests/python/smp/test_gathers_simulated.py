@@ -17,7 +17,7 @@ import pytest
 import torch
 from smp.test_task_order_simulated import STALLED, Job, Program, Rank
 
-from smddp.modelparallel.sharding.gathers import Gathers
+from smddp.modelparallel.sharding.gathers import Gathers, _Done
 from smddp_smp.baton import Task
 from smddp_smp.errors import SMPPeerError
 from smddp_smp.failure import PlanChangedError
@@ -330,3 +330,53 @@ def test_all_replicas_gather_the_same(ranks: int, replicas: int, cases: range) -
     seen = run(ShardedJob(ranks, replicas), cases)
     assert all(seen.values()), seen
     assert seen["schedules"] >= 8 * len(cases)
+
+
+class Alone(Gathers):
+    """Notes its gathers, and does not wait for other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(None, 100, True, STALLED)  # type: ignore[arg-type]
+        self.entries = [Entry(n, 0, 1) for n in range(PARAMETERS)]  # type: ignore[misc]
+        self.made: list[int] = []
+
+    def _gather(self, entry: Any, flat: Any) -> Any:
+        self.made.append(entry.number)
+        flat.copy_(entry.shard)
+        return _Done()
+
+    def _compare(self, number: int) -> None:
+        pass
+
+    def run(self, name: str, numbers: list[int]) -> None:
+        """Runs a task of one slice that holds parameters one after the other."""
+        self.decided((name,))
+        self.begun()
+        for number in numbers:
+            self.hold(self.entries[number])
+            self.release(self.entries[number])
+        self.ended()
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_rank_that_leaves_a_plan_makes_its_gathers(goes_on: bool) -> None:
+    """So it does if it runs another task before it hears that the step has failed."""
+    gathers = Alone()
+    gathers.begin_step("step", again=False)
+    gathers.run("a", [1, 1, 2])  # the second time it has been kept
+    gathers.run("b", [])
+    gathers.over()
+    gathers.end_step(failed=False)
+    gathers.accept()
+    gathers.leave_step()
+    gathers.made.clear()
+
+    gathers.begin_step("step", again=False)
+    with pytest.raises(PlanChangedError):
+        gathers.run("a", [3])
+    if goes_on:
+        gathers.run("b", [])
+    gathers.stopped()
+    gathers.over()
+    assert gathers.end_step(failed=True)
+    assert gathers.made == [1, 2]
