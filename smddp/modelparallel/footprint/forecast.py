@@ -286,18 +286,20 @@ class _Activations:
                     add(always, storage.size, begin, end)
         self.always = np.cumsum(always)[:count]
         self.movable = np.cumsum(movable)[:count]
+        self._elsewhere = np.flatnonzero(at[:count] != part)
 
     def kept(self, others: int, horizon: int) -> float:
-        """Returns what microbatches keep that wait for their backward pass.
+        """Returns what microbatches keep while they wait for other ranks.
 
         Args:
             others: how many, besides the one that runs.
             horizon: the arguments of so many of them are in memory.
         """
-        if not self.turn:
+        if not len(self._elsewhere):
             return 0.0
-        waiting, movable = self.always[self.turn - 1], self.movable[self.turn - 1]
-        return float(others * waiting + min(others, horizon) * movable)
+        always, movable = self.always[self._elsewhere], self.movable[self._elsewhere]
+        tick = int((always + movable).argmax())
+        return float(others * always[tick] + min(others, horizon) * movable[tick])
 
 
 def forecast(facts: Facts, choices: Choices, part: int, replica: int) -> dict[str, Bytes]:

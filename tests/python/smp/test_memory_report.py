@@ -288,9 +288,13 @@ def test_what_is_counted_is_near_the_prediction(
 ) -> None:
     everything = check_ranks(compared, layout, config, checkpoints, name, timeout=200)
     early, beginning, ranks, _, text, notes = everything[0]
-    # Activations of a convolution are much larger than its weight, and it counts more microbatches
-    # as active than are at the peak.
-    most = 1.15 if name == "resnet" and config["partitions"] > 1 else 1.1
+    offloads = config.get("offload_activations", False)
+    # It counts what may have come back from the file. With small layers it comes back later, and
+    # most of what is in memory are such arguments.
+    late = {"mlp": 1.5, "resnet": 1.15} if offloads and config["partitions"] > 1 else {}
+    most = late.get(name, 1.1)
+    # The file's thread frees tensors between the looks of report and oracle.
+    close = 0.06 if offloads else 0.03
     assert not notes
     assert len(ranks) == len(everything)
     for row, rank in zip(ranks, everything, strict=True):
@@ -304,7 +308,7 @@ def test_what_is_counted_is_near_the_prediction(
                 oracle[moment],
                 where,
             )
-            assert 0.97 * oracle[moment] <= measured <= 1.03 * oracle[moment], (
+            assert (1 - close) * oracle[moment] <= measured <= (1 + close) * oracle[moment], (
                 oracle[moment],
                 where,
             )
