@@ -490,7 +490,7 @@ def with_a_full_disk(path: str) -> None:
     Path.mkdir = functools.partialmethod(functools.partial(full, Path.mkdir))
     for name, where, tag in [
         *[("model_1.pt", 1, "one"), ("unfinished", 0, "one"), ("manifest.json", 0, "one")],
-        *[("new", 1, "one"), ("new", 0, "whole"), ("new", 1, "whole.bin.index.json")],
+        *[("one_partial", 1, "one"), ("new", 0, "whole"), ("new", 1, "whole.bin.index.json")],
     ]:
         refused = name if smp.rank() == where else ""
         kind: Any = OSError if refused else SMPPeerError
