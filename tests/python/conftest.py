@@ -85,13 +85,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "TEST_TURN" not in os.environ or "ALL_SEEDS" in os.environ:
         return
     turn = int(os.environ["TEST_TURN"])
-    tests = {name for names in costly.values() for name in names}
-    others = set()
+    tests: set[str] = set()
+    left_out: set[str] = set()
+    for module, names in costly.items():
+        tests |= names.keys()
+        left_out |= _of_other_turns(module, list(names), turn // _SHARE, _SHARE)
+    others = {item for item in items if item.nodeid.partition("[")[0] in left_out}
     for name, found in cases.items():
         others |= _of_other_turns(name, found, turn, _COSTLY_SHARE if name in tests else _SHARE)
-    for module, names in costly.items():
-        left_out = _of_other_turns(module, list(names), turn // _SHARE, _SHARE)
-        others |= {item for item in items if item.nodeid.partition("[")[0] in left_out}
     items[:] = [item for item in items if item not in others]
     config.hook.pytest_deselected(items=list(others))
 

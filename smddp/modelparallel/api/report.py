@@ -151,7 +151,7 @@ def _changes(proposal: Proposal) -> list[str]:
 
 
 def _size(count: int) -> str:
-    """Returns bytes as text, with as many digits as tell a need and a limit apart."""
+    """Returns bytes as text, in decimal units."""
     return f"{count / 1e9:.3f} GB" if count >= 1e9 else f"{count / 1e6:.3f} MB"
 
 

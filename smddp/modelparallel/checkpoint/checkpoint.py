@@ -357,17 +357,17 @@ def _parts(folder: Path, tag: str | None) -> Path:
     """Returns the folder of a checkpoint in parts, the newest one without a tag."""
     tag = tag or _newest(folder, True)
     parts = folder / f"{tag}{_PARTIAL}"
-    if not parts.exists() and (folder / tag).exists():
+    if parts.exists():
+        return parts
+    if (folder / tag).exists():
         raise FileNotFoundError(
             f"there is no checkpoint {parts}; there is one of the whole model, {folder / tag}, "
             "which resume_from_checkpoint loads with partial=False"
         )
-    if not parts.exists():
-        tags = sorted(one.name.removesuffix(_PARTIAL) for one in folder.glob(f"*{_PARTIAL}"))
-        raise FileNotFoundError(
-            f"there is no checkpoint {parts}; {folder} has those of the tags {tags}"
-        )
-    return parts
+    tags = sorted(one.name.removesuffix(_PARTIAL) for one in folder.glob(f"*{_PARTIAL}"))
+    raise FileNotFoundError(
+        f"there is no checkpoint {parts}; {folder} has those of the tags {tags}"
+    )
 
 
 def _newest(folder: Path, partial: bool) -> str:
@@ -694,9 +694,9 @@ def _delete_old(folder: Path, newest: Path, keep: int) -> None:
 
     Those that a job has begun to write or to replace, and has not finished, are of no use and go.
     """
-    unfinished = {f.parent for f in folder.glob(f"*_partial/{_UNFINISHED}")}
-    complete = [f.parent for f in folder.glob(f"*_partial/{_MANIFEST}")]
-    complete = [old for old in complete if old not in unfinished]
+    unfinished = {f.parent for f in folder.glob(f"*{_PARTIAL}/{_UNFINISHED}")}
+    with_manifest = {f.parent for f in folder.glob(f"*{_PARTIAL}/{_MANIFEST}")}
+    complete = list(with_manifest - unfinished)
     # Times of files may be equal, or a clock may have been set back; so the newest one is known by
     # its name.
     complete.sort(key=lambda old: (old == newest, (old / _MANIFEST).stat().st_mtime_ns))

@@ -223,11 +223,10 @@ class _Activations:
     Attributes:
         always: what is in memory for each microbatch that is under way.
         movable: arguments of checkpointed calls, of which offloading leaves some only.
-        turn: the tick at which the backward pass begins.
     """
 
     def __init__(self, profile: Profile, choices: Choices, parts: Sequence[int], part: int) -> None:
-        self.turn, count = profile.turn, len(profile.at)
+        count = len(profile.at)
         regions = _Regions(profile, choices, parts)
         at = np.array(parts)[np.array(profile.at, dtype=int)]
         always, movable = np.zeros(count + 1), np.zeros(count + 1)
