@@ -211,6 +211,21 @@ def _blocks(files: dict[str, Any]) -> str:
     return _table(["ranks", "", *map(_size, sizes)], lines)
 
 
+def _tensorflow(files: dict[str, Any]) -> str:
+    lines = []
+    for layout, read in files.items():
+        steps = [row for row in read["results"] if "model" in row]
+        own = {row["model"]: row["ms"] for row in steps if row["what"] == "smddp"}
+        lines += [
+            [
+                *(layout, row["model"], row["what"], f"{row['ms']:.1f}"),
+                f"{row['ms'] / own[row['model']]:.2f}",
+            ]
+            for row in steps
+        ]
+    return _table(["layout", "gradients", "", "step, ms", "smddp = 1"], lines)
+
+
 def _startup(files: dict[str, Any]) -> str:
     (read,) = files.values()
     medians = read["medians_ms"]
@@ -262,6 +277,8 @@ def summary() -> str:
         "Tensor parallelism in a pipeline of layers that sleep: speed of the pipeline alone = 1": (
             _sleeping(those("tensor_sleep_"), "divided")
         ),
+        "Steps of Keras with 2 ranks, by bytes of gradients (`alone`: one rank's share without the "
+        "other)": _tensorflow(those("tensorflow_")),
         "A call of a module on another rank, 4 KiB there and back: µs": _calls(
             those("pipeline_calls_")
         ),

@@ -8,7 +8,8 @@ Operations: allreduce of 4 bytes beside tf.identity, in eager code and in tf.fun
 ranks. Steps: `fit` of a model with 2 ranks, with smddp (Keras 3 and Keras 2) and with TensorFlow's
 MultiWorkerMirroredStrategy (RING over gRPC; it works with Keras 2 only), with the same global
 batch; `alone` is one rank's share without the other rank. With --rate only the steps are measured,
-between two hosts made of namespaces (tools/hosts.py). What is compared takes turns.
+between two hosts made of namespaces (tools/hosts.py), also with fewer bytes (SMDDP_WIRE=auto).
+What is compared takes turns.
 """
 
 from __future__ import annotations
@@ -35,17 +36,22 @@ from smddp.bench.about import json_text, print_written  # noqa: E402
 PYTHON = ROOT / "build/tensorflow/bin/python"
 # By the size of their gradients: widths of the layers between 784 inputs and 10 outputs.
 MODELS = {"0.2 MB": [64], "1.1 MB": [256, 256]}
-# Name: (what runs, ranks, Keras).
-HOW = {
-    "smddp": ("smddp", 2, 3),
-    "smddp, Keras 2": ("smddp", 2, 2),
-    "MultiWorkerMirroredStrategy": ("mirrored", 2, 2),
-    "alone": ("alone", 1, 3),
+KERAS_2 = {"TF_USE_LEGACY_KERAS": 1}
+# Name: (what runs, ranks, variables).
+HOW: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "smddp": ("smddp", 2, {}),
+    "smddp, Keras 2": ("smddp", 2, KERAS_2),
+    "MultiWorkerMirroredStrategy": ("mirrored", 2, KERAS_2),
+    "alone": ("alone", 1, {}),
 }
+BETWEEN_HOSTS = {"smddp, SMDDP_WIRE=auto": ("smddp", 2, {"SMDDP_WIRE": "auto"})}
 
 
 def run(
-    call: tuple[str, list[Any]], ranks: int, network: hosts.Network | None = None, keras: int = 3
+    call: tuple[str, list[Any]],
+    ranks: int,
+    network: hosts.Network | None = None,
+    variables: dict[str, Any] | None = None,
 ) -> list[Any]:
     """Runs a function of tensorflow_ranks.py, and returns what each rank has printed."""
     ports = []
@@ -73,8 +79,7 @@ def run(
             place["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
         if "alone" in call[1]:
             place["WORLD_SIZE"] = 2  # of which this rank does its share
-        if keras == 2:
-            place["TF_USE_LEGACY_KERAS"] = 1
+        place |= variables or {}
         command = [str(PYTHON), str(ROOT / "benchmarks/tensorflow_ranks.py"), json.dumps(call)]
         if network is not None:
             command = network.hosts[rank].command(*command)
@@ -113,12 +118,13 @@ def steps(
     model: str, options: argparse.Namespace, network: hosts.Network | None
 ) -> list[dict[str, Any]]:
     """Measures steps of a model; returns a row for each way to train."""
-    times: dict[str, list[float]] = {name: [] for name in HOW}
+    compared = HOW if network is None else HOW | BETWEEN_HOSTS
+    times: dict[str, list[float]] = {name: [] for name in compared}
     for _ in range(options.turns):
-        for name, (how, ranks, keras) in HOW.items():
+        for name, (how, ranks, variables) in compared.items():
             call = [how, MODELS[model], options.batch, options.steps, 3]
             # A step ends when both ranks have made it.
-            found = run(("steps", call), ranks, network, keras)
+            found = run(("steps", call), ranks, network, variables)
             times[name] += [round(max(epoch), 3) for epoch in zip(*found, strict=True)]
     rows = []
     for name, each in times.items():
