@@ -322,32 +322,36 @@ def to_hugging_face(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return without_masks(state)
 
 
-def in_layers(configs: list[dict[str, Any]], names: list[str], marked: list[int]) -> None:
-    """Compares models of which some layers are divided to whole ones in one process."""
+def in_layers(
+    configs: list[dict[str, Any]], names: list[str], marked: list[int] | None = None
+) -> None:
+    """Compares models that are divided, or of which some layers are, to one process."""
     for config in configs:
         for name in names:
             smp.init({"ddp": True, "microbatches": 2, "_match_weights": True, **config})
-            some_layers(name, marked, config)
+            as_alone(name, marked, config)
             gc.collect()
             smp.shutdown()
 
 
-def some_layers(name: str, marked: list[int], config: dict[str, Any]) -> None:
+def as_alone(name: str, marked: list[int] | None, config: dict[str, Any]) -> None:
+    """Trains a model in one process, and with its marked layers divided (None: all that can be)."""
     _, whole = make(name)
     _, model = make(name)
     model.config.use_cache = whole.config.use_cache = False
-    for number in marked:
-        smp.set_tensor_parallelism(layers_of(model)[number])
+    for module in [model] if marked is None else [layers_of(model)[i] for i in marked]:
+        smp.set_tensor_parallelism(module)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     model = smp.DistributedModel(model.train())
-    layers = layers_of(model.get_module())
-    assert [i for i in range(2) if isinstance(layers[i], DistributedTransformerLayer)] == marked
+    parts = model.get_module().modules()
+    divided = [part for part in parts if isinstance(part, DistributedTransformerLayer)]
+    assert len(divided) == (2 if marked is None else len(marked))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     alone = torch.optim.SGD(whole.train().parameters(), lr=0.1)
     replicas, own = smp.dp_size(), smp.dp_rank()
     if config.get("prescaled_batch"):
         replicas, own = smp.rdp_size(), smp.rdp_rank()
-    for step in range(4):
+    for step in range(5):
         alone.zero_grad()
         wanted = {}
         for replica, half in itertools.product(range(replicas), range(2)):
@@ -361,9 +365,11 @@ def some_layers(name: str, marked: list[int], config: dict[str, Any]) -> None:
         optimizer.step()
         for half, loss in enumerate(losses.outputs):
             torch.testing.assert_close(loss, wanted[own, half], rtol=0, atol=1e-5)
-    found = to_hugging_face(model.state_dict())
+    translated = to_hugging_face(model.state_dict())
     for key, value in state_of(whole).items():
-        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5, msg=f"{name}: {key}")
+        torch.testing.assert_close(
+            translated[key], value, rtol=1e-5, atol=1e-5, msg=f"{name}: {key}"
+        )
     model.load_state_dict(before)
     after, before = to_hugging_face(model.state_dict()), without_masks(before)
     assert after.keys() == before.keys()
@@ -371,6 +377,12 @@ def some_layers(name: str, marked: list[int], config: dict[str, Any]) -> None:
 
 
 TENSOR = {"tensor_parallel_degree": 2}
+# Small parameters are sharded, too, and gradients are not clipped.
+SHARDED = {
+    "sharded_data_parallel_degree": 2,
+    "sdp_param_persistence_threshold": 10,
+    "sdp_gradient_clipping": 1e9,
+}
 BY_RANKS = {
     2: [TENSOR, {**TENSOR, "prescaled_batch": True}],
     4: [{**TENSOR, "partitions": 2}],
@@ -381,6 +393,22 @@ BY_RANKS = {
 def test_some_layers_are_divided(ranks: int, marked: list[int]) -> None:
     names = [name for name in MODELS if "states" not in name]
     check_ranks(in_layers, str(ranks), BY_RANKS[ranks], names, marked, timeout=600)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [
+        (2, TENSOR),
+        (4, {"tensor_parallel_degree": 4}),
+        (4, {**TENSOR, "partitions": 2}),
+        (4, {**TENSOR, **SHARDED}),
+        (8, {**TENSOR, "partitions": 2}),
+    ],
+    ids=["tp2", "tp4", "pp2-tp2", "tp2-sdp2", "pp2-tp2-dp2"],
+)
+def test_divided_models_train_as_in_one_process(ranks: int, config: dict[str, Any]) -> None:
+    names = [name for name in MODELS if "states" not in name]
+    check_ranks(in_layers, str(ranks), [config], names, timeout=600)
 
 
 class Alone(nn.Module):
