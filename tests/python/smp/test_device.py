@@ -11,7 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import check_ranks, rotating
-from smp import test_activations, test_delayed, test_sharding_array, test_transparency, zoo
+from smp import (
+    test_activations,
+    test_delayed,
+    test_sharding_array,
+    test_tensor_combined,
+    test_transparency,
+    zoo,
+)
 from smp.test_sharding_array import Row
 from torch import Tensor, nn
 
@@ -35,7 +42,10 @@ def begin() -> device_cases.Fake:
     there = device_cases.Fake()
     dist.init_process_group(there.backend, timeout=timedelta(seconds=60))
     assert device.current() == there.device
-    for module in (zoo, test_transparency, test_activations, test_sharding_array, test_delayed):
+    for module in (
+        *(zoo, test_transparency, test_activations, test_sharding_array, test_delayed),
+        test_tensor_combined,
+    ):
         module.device = lambda: there.device
     for module in (test_transparency, test_activations, test_sharding_array):
         # torch replaces parameters that it moves to such a device; smp keeps those of optimizers.
@@ -149,6 +159,25 @@ def test_sharded_models_learn_the_same_on_a_device(rows: list[Row]) -> None:
         for place, row in enumerate(mine):
             found = [results[place] for results, _ in ranks]
             test_sharding_array.compare(row, found, ranks[0][1][place])
+
+
+def tensor_parallel(config: dict[str, Any], checkpoints: bool) -> dict[str, Any]:
+    """As in test_tensor_combined, on the device."""
+    there = begin()
+    ordinary = test_tensor_combined.ordinary
+    test_tensor_combined.ordinary = lambda: ordinary().to(there.device)
+    results = test_tensor_combined.trained(config, checkpoints)
+    there.finish()
+    return results
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoints", "offload, 2 partitions", "fp16, 2 partitions", "bf16, sharded"]
+)
+@pytest.mark.timeout(170)
+@pytest.mark.costly
+def test_divided_layers_learn_the_same_on_a_device(name: str) -> None:
+    test_tensor_combined.check(name, tensor_parallel)
 
 
 def delayed(delay: bool, names: list[str]) -> Any:

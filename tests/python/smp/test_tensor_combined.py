@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ def trained(config: dict[str, Any], checkpoints: bool) -> dict[str, Any]:
         module = ordinary()
     model = smp.DistributedModel(module, backward_passes_per_step=passes)
     assert len(list(model.distributed_modules())) == 8
+    assert {parameter.device.type for parameter in model.parameters()} == {device().type}
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = smp.DistributedOptimizer(inner, static_loss_scale=64.0)
     if checkpoints:
@@ -65,12 +67,11 @@ def trained(config: dict[str, Any], checkpoints: bool) -> dict[str, Any]:
     return {"number": number, "losses": losses, "norms": norms, "state": state}
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.costly
-def test_training_is_that_of_one_process(name: str) -> None:
+def check(name: str, train_on_a_rank: Callable[..., Any]) -> None:
+    """Compares a case of CASES to one process."""
     size, config, tolerance = CASES[name]
     checkpoints = "checkpoints" in name or "offload" in name
-    results = check_ranks(trained, str(size), config, checkpoints)
+    results = check_ranks(train_on_a_rank, str(size), config, checkpoints)
     expected = whole(1 + max(result["number"] for result in results))
     for rank, result in enumerate(results):
         losses = [of_all[result["number"]] for of_all in expected["losses"]]
@@ -87,6 +88,12 @@ def test_training_is_that_of_one_process(name: str) -> None:
                 atol=tolerance,
                 msg=lambda text, where=where: f"{where}: {text}",
             )
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.costly
+def test_training_is_that_of_one_process(name: str) -> None:
+    check(name, trained)
 
 
 class Masked(nn.Module):
