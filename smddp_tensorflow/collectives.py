@@ -84,7 +84,10 @@ def _through_numpy(
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(tensor: Any) -> Any:
         if tf.executing_eagerly():
-            return tf.convert_to_tensor(run(tensor.numpy())), backward
+            try:
+                return tf.convert_to_tensor(run(tensor.numpy())), backward
+            except smddp_numpy.Error as error:  # as the compiled operations do
+                raise tf.errors.InternalError(None, None, str(error)) from error
         result = tf.numpy_function(run, [tensor], tensor.dtype)
         result.set_shape(tensor.shape if shape is None else shape)
         return result, backward

@@ -215,6 +215,60 @@ def test_ctrl_c_ends_a_wait(how: str, tmp_path: Path) -> None:
     assert seconds < 5, seconds
 
 
+def left_on_another_thread() -> None:
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=100)
+    thread = threading.Thread(target=sdp.shutdown)
+    thread.start()
+    thread.join()
+    assert not sdp.is_initialized()
+    # Python still writes numbers of signals to the descriptor of before: it must be no other file.
+    pipes = [os.pipe() for _ in range(20)]
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(0.2)
+    for reader, _ in pipes:
+        os.set_blocking(reader, False)
+        with pytest.raises(BlockingIOError):
+            os.read(reader, 10)
+    from smddp_tensorflow import job
+
+    real = job.operations
+    job.operations = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        sdp.init(timeout=100)
+    job.operations = real
+    sdp.init(timeout=100)
+    sdp.shutdown()
+
+
+def test_a_job_ends_on_any_thread_and_after_an_error() -> None:
+    jobs.run(left_on_another_thread, "1", timeout=120)
+
+
+def measured() -> None:
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=100)
+    me = sdp.rank()
+    average = sdp.AverageMetrics().on_epoch_end
+    logs: dict[str, Any] = {"loss": float(me), "f1": np.array([1.0, 3.0]) * me}
+    average(0, logs)
+    assert logs.pop("loss") == 0.5
+    assert logs.pop("f1").tolist() == [0.5, 1.5]
+    average(1, logs)
+    average(2, None)
+    other = {"val_loss": 1.0} if me else {}
+    with pytest.raises(ValueError, match=rf"rank {me} has the metrics .* rank\(s\) \[{1 - me}\]"):
+        average(3, {"loss": 1.0, **other})
+    sdp.shutdown()
+
+
+def test_metrics_that_differ_between_ranks() -> None:
+    jobs.run(measured, "2", timeout=120)
+
+
 def killed() -> float | None:
     import tensorflow as tf
 
@@ -294,6 +348,28 @@ def compiled() -> None:
 def test_one_rank_of_a_host_compiles(tmp_path: Path) -> None:
     jobs.run(compiled, "3", env={"XDG_CACHE_HOME": str(tmp_path / "cache")}, timeout=60)
     assert (tmp_path / "calls").read_text() == "x"
+
+
+def with_a_library_that_does_not_load() -> None:
+    from smddp_tensorflow import kernels
+
+    found = kernels.load()
+    assert found is not None
+    folder = Path(os.environ["EMPTY"])
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    broken = folder / "smddp" / Path(found.library._name).name
+    broken.parent.mkdir()
+    broken.write_bytes(b"no library")
+    compiled = []
+    kernels._compile = lambda *given: compiled.append(given)
+    with pytest.warns(RuntimeWarning, match="has no operations"):
+        assert kernels.load.__wrapped__() is None
+    ((_, target),) = compiled
+    assert target == broken
+
+
+def test_a_library_that_does_not_load_is_made_again(tmp_path: Path) -> None:
+    jobs.run(with_a_library_that_does_not_load, "1", env={"EMPTY": str(tmp_path)}, timeout=120)
 
 
 def unwritable(folder: str) -> str:
