@@ -115,7 +115,9 @@ _TYPES = [
 ]
 _ALLREDUCE, _BROADCAST, _ALLGATHER, _REDUCE_SCATTER, _BARRIER = range(5)
 _REDUCE, _GATHER, _SCATTER, _ALLTOALL = range(5, 9)
-_SLICE = 0.1  # seconds between looks at Ctrl-C
+# Seconds between looks at Ctrl-C. Less than 100 ms, after which a wait calls `_is_interrupted`: on the
+# main thread Python would raise KeyboardInterrupt in it, where nobody sees it.
+_SLICE = 0.05
 
 _Release = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _Check = ctypes.CFUNCTYPE(ctypes.c_int)

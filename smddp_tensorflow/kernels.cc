@@ -426,7 +426,11 @@ class Collective : public AsyncOpKernel {
         });
     hasEntered.WaitForNotification();
     for (smddp_operation* operation : operations) {
-      if (smddp_wait(operation, -1) != SMDDP_OK) status.Update(lastError());
+      // Not without end: waits that are longer than 100 ms run smddp_numpy's function for Ctrl-C, and on this thread
+      // Python would raise KeyboardInterrupt there.
+      smddp_status outcome = SMDDP_PENDING;
+      while (outcome == SMDDP_PENDING) outcome = smddp_wait(operation, 0.05);
+      if (outcome != SMDDP_OK) status.Update(lastError());
       smddp_free(operation);
     }
     if (!status.ok()) {
