@@ -165,6 +165,16 @@ def unsaved(folder: str) -> list[str]:
     smp.barrier()
     found.append(error_of(model.save_model, f"{place}/model"))
     smp.barrier()
+    last = smp.CheckpointManager(smp.Checkpoint(model=model), f"{place}/last", max_to_keep=1)
+    assert (last.save(), last.save()) == ("ckpt-1", "ckpt-2")
+    assert not list(place.glob("last/*/ckpt-1.*"))
+    save = tf.train.CheckpointManager.save
+    if smp.rank() == 1:
+        tf.train.CheckpointManager.save = None
+    assert "NoneType" in error_of(last.save)
+    tf.train.CheckpointManager.save = save
+    assert (last.restore(), last.save(), last.restore()) == ("ckpt-2", "ckpt-3", "ckpt-3")
+    assert not list(place.glob("last/*/ckpt-2.*"))
     smp.shutdown()
     return found
 
