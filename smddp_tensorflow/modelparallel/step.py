@@ -16,7 +16,7 @@ from smddp_smp.errors import SMPError, SMPPartitionError, SMPUsageError
 from smddp_tensorflow import interrupts
 from smddp_tensorflow.modelparallel import job, layers
 from smddp_tensorflow.modelparallel import model as model_module
-from smddp_tensorflow.modelparallel.division import changed_by_body
+from smddp_tensorflow.modelparallel.division import changed_by_body, used_by_code
 from smddp_tensorflow.modelparallel.executor import Executor, Work
 from smddp_tensorflow.modelparallel.gradients import Gradient
 from smddp_tensorflow.modelparallel.trace import Trace, trace
@@ -148,12 +148,14 @@ class _Traced(NamedTuple):
         trains: does it ask for gradients?
         outline: of what it returns: a TensorSpec for each tensor.
         changed: see `changed_by_body`.
+        used: see `used_by_code`.
     """
 
     divided: Any
     trains: bool
     outline: Any
     changed: list[Any]
+    used: list[Any]
 
 
 class _Body:
@@ -303,7 +305,7 @@ class _Body:
         # The variables are arguments, so that the graph runs this after what assigns to them.
         handles = [
             *(as_tensor(one).handle for one in filter(divided.is_mine, divided.weights)),
-            *traced.changed,
+            *traced.used,
         ]
         made = tf.py_function(
             run, [*(leaves[place] for place in places), *handles], [spec.dtype for spec in specs]
@@ -358,7 +360,10 @@ def _traced(found: Trace, planned: Any) -> _Traced:
         lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf,
         found.result,
     )
-    return _Traced(planned, found.trains, outline, changed_by_body(planned.model, found))
+    return _Traced(
+        *(planned, found.trains, outline),
+        *(changed_by_body(planned.model, found), used_by_code(planned.model, found)),
+    )
 
 
 def _own(value: Any, mine: set[int]) -> Any:

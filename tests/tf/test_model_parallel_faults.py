@@ -112,6 +112,18 @@ def steps() -> None:
     for one, other in zip(check(x), tf.function(check)(x), strict=True):
         np.testing.assert_array_equal(one, other)
 
+    factor = tf.Variable(1.0, trainable=False)
+    multiplied = smp.step(lambda rows: tf.reduce_sum(model(rows)) * 0 + factor)
+
+    @tf.function
+    def in_order(value: Any) -> Any:
+        factor.assign(value)
+        made = multiplied(x).reduce_mean()
+        factor.assign(-1.0)
+        return made
+
+    assert [float(in_order(tf.constant(float(n)))) for n in range(20)] == list(range(20))
+
     scaled = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD(0.1))
     text = error_of(
         smp.step(
