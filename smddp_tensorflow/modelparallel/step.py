@@ -179,11 +179,6 @@ class _Body:
         """Runs a step, or in a graph makes an operation that runs it."""
         if layers.current() is not None:
             raise SMPUsageError("a function under smp.step cannot call another one")
-        if self.signature is not None:
-            args = [
-                tf.cast(value, spec.dtype) if isinstance(spec, tf.TensorSpec) else value
-                for value, spec in zip(args, self.signature, strict=True)
-            ]
         traced, is_eager = self.traced, tf.executing_eagerly()
         if traced is None or not model_module.is_current(traced.divided):
             with tf.init_scope():
@@ -219,6 +214,13 @@ class _Body:
         return found, model_module.plan(model, found)
 
     def _parts(self, args: Any, kwargs: Any, count: int, pieces: Any) -> Any:
+        if self.signature is not None:
+            # What is traced may be symbolic, and cannot be converted where it is traced.
+            cast = tf.cast if pieces is _pieces else _cast_shape
+            args = [
+                cast(value, spec.dtype) if isinstance(spec, tf.TensorSpec) else value
+                for value, spec in zip(args, self.signature, strict=True)
+            ]
         return divide_arguments(self.function, args, kwargs, count, self.whole, self.axes, pieces)
 
     def _run(
@@ -433,6 +435,10 @@ def _pieces(name: str, value: Any, count: int, whole: bool, axis: int) -> list[A
     ]
 
 
+def _cast_shape(value: Any, dtype: tf.DType) -> tf.TensorSpec:
+    return tf.TensorSpec(tf.convert_to_tensor(value).shape, dtype)
+
+
 def _shapes(name: str, value: Any, count: int, whole: bool, axis: int) -> list[Any]:
     """Returns what `_pieces` does, with type and shape in place of tensors; also of symbolic ones.
 
@@ -440,7 +446,7 @@ def _shapes(name: str, value: Any, count: int, whole: bool, axis: int) -> list[A
     """
 
     def divide(leaf: Any) -> Any:
-        if not isinstance(leaf, tf.Tensor | np.ndarray):
+        if not isinstance(leaf, tf.Tensor | tf.TensorSpec | np.ndarray):
             return leaf
         shape = None if leaf.shape is None else list(tf.TensorShape(leaf.shape))
         if not whole and shape is not None and -len(shape) <= axis < len(shape):

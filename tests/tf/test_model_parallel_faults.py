@@ -124,6 +124,16 @@ def steps() -> None:
 
     assert [float(in_order(tf.constant(float(n)))) for n in range(20)] == list(range(20))
 
+    signed = smp.step(input_signature=[tf.TensorSpec([None, 3])])(lambda rows: model(rows))
+    expected_rows = signed(x).merge()
+    begun = time.monotonic()
+    text = error_of(signed, *([x, x] if rank else [x]))
+    assert "argument 2 is shorter" in text, text
+    assert time.monotonic() - begun < 30
+    merged = tf.function(lambda rows: signed(rows).merge())
+    for made in (merged(x), merged(tf.cast(x, tf.float64)), signed(x.numpy().tolist()).merge()):
+        np.testing.assert_allclose(made, expected_rows, rtol=1e-6)
+
     scaled = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD(0.1))
     text = error_of(
         smp.step(
