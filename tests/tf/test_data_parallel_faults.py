@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import signal
@@ -457,6 +458,9 @@ def test_graphs_of_tensorflow_1() -> None:
     jobs.run(old_graph, "2", timeout=120)
 
 
+Pair = collections.namedtuple("Pair", ["first", "second"])
+
+
 def sharded() -> None:
     import tensorflow as tf
 
@@ -470,6 +474,7 @@ def sharded() -> None:
         ((numbers, numbers * 2), lambda pair: int(pair[1]) // 2),
         ({"a": numbers}, lambda named: int(named["a"])),
         ((numbers,), lambda alone: int(alone[0])),
+        (Pair(numbers, numbers * 2), lambda pair: int(pair.second) // 2),
     ):
         for known in (True, False):
             dataset = of(given)
