@@ -407,6 +407,11 @@ def unused() -> None:
     for how in (gradients, tf.function(gradients)):
         one, none, other = how()
         assert (float(one[0]), none, float(other[0])) == (2.0, None, 2.0)
+    with tf.GradientTape() as tape:
+        loss = first * 4.0
+    zero = tf.UnconnectedGradients.ZERO
+    tape = sdp.DistributedGradientTape(tape)
+    assert float(tape.gradient(loss, constant, unconnected_gradients=zero)[0]) == 0.0
     optimizer = sdp.DistributedOptimizer(tf.keras.optimizers.SGD(1.0))
     optimizer.apply_gradients([(constant if me else None, first), (constant, second)])
     assert (float(first[0]), float(second[0])) == (0.5, 0.0)
