@@ -51,7 +51,9 @@ class AverageMetrics(tf.keras.callbacks.Callback):  # type: ignore[misc]
         """Changes the metrics in `logs`, which later callbacks get."""
         names = sorted(logs or {})
         for name in names:
-            logs[name] = float(oob_allreduce(tf.constant(logs[name], tf.float64)))
+            mean = oob_allreduce(tf.constant(logs[name], tf.float64)).numpy()
+            # A metric may have a value for each class.
+            logs[name] = mean if mean.ndim else float(mean)
 
 
 def shard(dataset: tf.data.Dataset, *, drop_remainder: bool = True) -> tf.data.Dataset:

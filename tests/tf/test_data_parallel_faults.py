@@ -499,6 +499,31 @@ def test_shards_are_equally_long() -> None:
     jobs.run(sharded, "2", timeout=60)
 
 
+def averaged_metrics() -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=60)
+    logs = {"one": 1.0 + sdp.rank(), "classes": np.array([0.0, 2.0]) * sdp.rank()}
+    sdp.AverageMetrics().on_epoch_end(0, logs)
+    assert logs["one"] == 1.5
+    assert isinstance(logs["one"], float)
+    np.testing.assert_array_equal(logs["classes"], [0.0, 1.0])
+
+    @tf.function
+    def rows(x: Any) -> Any:
+        return tf.ensure_shape(x, [None, 3]), sdp.allgather(x)
+
+    # The number of ranks is known while a function is traced.
+    assert rows.get_concrete_function(tf.ones((4, 3))).structured_outputs[1].shape == (2, 4, 3)
+    sdp.shutdown()
+
+
+def test_metrics_of_each_class_and_static_shapes() -> None:
+    jobs.run(averaged_metrics, "2", timeout=60)
+
+
 # --- values ---------------------------------------------------------------------------------------
 
 
