@@ -183,8 +183,9 @@ class Executor:
         self._reset()
 
     def close(self) -> None:
-        """Ends a receive that is left of a failed step."""
+        """Ends the threads, and a receive that is left of a failed step."""
         self._channel.close()
+        self._baton.close()
 
     def _reset(self) -> None:
         """Forgets what belongs to one step."""

@@ -156,6 +156,10 @@ def steps() -> None:
     assert "was traced before smp.shutdown()" in text, text
     assert len(step(x, False).outputs) == 4
     smp.shutdown()
+    deadline = time.monotonic() + 20
+    while any(thread.name == "smp-task" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @jobs.BOTH_KERAS
