@@ -611,8 +611,7 @@ REGISTER_OP("SmddpAllgather")
       const auto group = Group::find(number);
       const auto ranks = group ? context->MakeDim(group->size()) : context->UnknownDim();
       tensorflow::shape_inference::ShapeHandle result;
-      TF_RETURN_IF_ERROR(
-          context->Concatenate(context->Vector(ranks), context->input(0), &result));
+      TF_RETURN_IF_ERROR(context->Concatenate(context->Vector(ranks), context->input(0), &result));
       context->set_output(0, result);
       return absl::OkStatus();
     });

@@ -167,6 +167,30 @@ def test_steps(env: Any) -> None:
     jobs.run(steps, "2", env=env, timeout=120)
 
 
+def slow() -> None:
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+    from smddp_tensorflow.modelparallel.channel import Channel
+
+    take = Channel.take
+
+    def late(self: Any, block: bool) -> Any:
+        time.sleep(0.2)
+        return take(self, block)
+
+    model = model_of(smp, tf, partitions=3)
+    model.three = tf.keras.layers.Dense(2)
+    if smp.rank() == 2:
+        Channel.take = late
+    assert smp.step(lambda rows: model.three(model(rows)))(tf.ones((4, 3))).merge().shape == (4, 2)
+    smp.shutdown()
+
+
+def test_shutdown_waits_for_the_end_of_a_step() -> None:
+    jobs.run(slow, "3", timeout=60)
+
+
 def unsaved(folder: str) -> list[str]:
     import tensorflow as tf
 
