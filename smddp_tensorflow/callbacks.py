@@ -90,7 +90,7 @@ def shard(dataset: tf.data.Dataset, *, drop_remainder: bool = True) -> tf.data.D
 
     def mine(*parts: Any) -> tf.data.Dataset:
         # A window has a dataset for each component of the elements.
-        is_tuple = isinstance(dataset.element_spec, tuple)
+        is_tuple = type(dataset.element_spec) is tuple  # a named one is not taken apart
         whole = tf.data.Dataset.zip(parts if is_tuple else parts[0])
         return whole.skip(group.rank).take(1)
 

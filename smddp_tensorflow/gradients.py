@@ -122,13 +122,13 @@ class DistributedGradientTape:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)
 
-    def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
-        """Returns the gradients as the tape does, averaged over ranks.
+    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the gradients as the tape does, with its arguments, averaged over ranks.
 
         That of a trainable variable which the target does not use is zeros, and not None: on
         another rank the target may use it.
         """
-        found = self._tape.gradient(target, sources, output_gradients)
+        found = self._tape.gradient(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(found), tf.nest.flatten(sources)
         return tf.nest.pack_sequence_as(found, averaged(*flat, self._op, self._compression))
 

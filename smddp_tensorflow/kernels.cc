@@ -667,9 +667,12 @@ REGISTER_OP("SmddpAllgather")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
+      int64_t number = 0;
+      TF_RETURN_IF_ERROR(context->GetAttr("group", &number));
+      const auto group = Group::find(number);
+      const auto ranks = group ? context->MakeDim(group->size()) : context->UnknownDim();
       tensorflow::shape_inference::ShapeHandle result;
-      TF_RETURN_IF_ERROR(
-          context->Concatenate(context->Vector(context->UnknownDim()), context->input(0), &result));
+      TF_RETURN_IF_ERROR(context->Concatenate(context->Vector(ranks), context->input(0), &result));
       context->set_output(0, result);
       return absl::OkStatus();
     });

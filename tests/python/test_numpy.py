@@ -201,6 +201,7 @@ def misuse() -> None:
         (lambda: world.broadcast(frozen, 1 - world.rank), "ValueError: smddp: an array that is"),
         (lambda: world.broadcast([1], 1 - world.rank), "TypeError: smddp: the result cannot be"),
         (lambda: world.broadcast(x, 5), "ValueError: smddp: the root, 5, is no rank of a group"),
+        (lambda: world.broadcast(x, 2**32), "ValueError: smddp: 4294967296 is too large"),
         (
             lambda: world.reduce_scatter(np.ones((3, 2))),
             "ValueError: smddp: the array needs a part",
@@ -210,6 +211,10 @@ def misuse() -> None:
         (lambda: world.send(x, world.rank), "ValueError: smddp: a rank cannot send to itself"),
         (lambda: world.send(x, 7), "ValueError: smddp: the peer is no rank of the group"),
         (lambda: world.send(x, 1 - world.rank, tag=-1), "ValueError: smddp: the tag is negative"),
+        (
+            lambda: world.send(x, 1 - world.rank, tag=2**32),
+            "ValueError: smddp: 4294967296 is too large",
+        ),
         (lambda: world.barrier(timeout=0), "ValueError: smddp: a timeout of 0 seconds"),
         (lambda: world.split([0, 0]), "ValueError: smddp: a rank is named twice"),
         (lambda: world.split([9]), "ValueError: smddp: 9 is no rank of a group of 2"),

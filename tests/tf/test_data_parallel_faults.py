@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import signal
@@ -482,6 +483,11 @@ def unused() -> None:
     for how in (gradients, tf.function(gradients)):
         one, none, other = how()
         assert (float(one[0]), none, float(other[0])) == (2.0, None, 2.0)
+    with tf.GradientTape() as tape:
+        loss = first * 4.0
+    zero = tf.UnconnectedGradients.ZERO
+    tape = sdp.DistributedGradientTape(tape)
+    assert float(tape.gradient(loss, constant, unconnected_gradients=zero)[0]) == 0.0
     optimizer = sdp.DistributedOptimizer(tf.keras.optimizers.SGD(1.0))
     optimizer.apply_gradients([(constant if me else None, first), (constant, second)])
     assert (float(first[0]), float(second[0])) == (0.5, 0.0)
@@ -533,6 +539,9 @@ def test_graphs_of_tensorflow_1() -> None:
     jobs.run(old_graph, "2", timeout=120)
 
 
+Pair = collections.namedtuple("Pair", ["first", "second"])
+
+
 def sharded() -> None:
     import tensorflow as tf
 
@@ -546,6 +555,7 @@ def sharded() -> None:
         ((numbers, numbers * 2), lambda pair: int(pair[1]) // 2),
         ({"a": numbers}, lambda named: int(named["a"])),
         ((numbers,), lambda alone: int(alone[0])),
+        (Pair(numbers, numbers * 2), lambda pair: int(pair.second) // 2),
     ):
         for known in (True, False):
             dataset = of(given)
@@ -563,6 +573,31 @@ def sharded() -> None:
 
 def test_shards_are_equally_long() -> None:
     jobs.run(sharded, "2", timeout=60)
+
+
+def averaged_metrics() -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=60)
+    logs = {"one": 1.0 + sdp.rank(), "classes": np.array([0.0, 2.0]) * sdp.rank()}
+    sdp.AverageMetrics().on_epoch_end(0, logs)
+    assert logs["one"] == 1.5
+    assert isinstance(logs["one"], float)
+    np.testing.assert_array_equal(logs["classes"], [0.0, 1.0])
+
+    @tf.function
+    def rows(x: Any) -> Any:
+        return tf.ensure_shape(x, [None, 3]), sdp.allgather(x)
+
+    # The number of ranks is known while a function is traced.
+    assert rows.get_concrete_function(tf.ones((4, 3))).structured_outputs[1].shape == (2, 4, 3)
+    sdp.shutdown()
+
+
+def test_metrics_of_each_class_and_static_shapes() -> None:
+    jobs.run(averaged_metrics, "2", timeout=60)
 
 
 # --- values ---------------------------------------------------------------------------------------
