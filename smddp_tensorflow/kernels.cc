@@ -517,7 +517,7 @@ class AllReduceInOrder : public Collective {
 
  private:
   absl::Status prepare(OpKernelContext* context, std::vector<Call>* calls) final {
-    for (int i = 0; i < context->num_inputs(); ++i) {
+    for (int i = 0; i < context->num_outputs(); ++i) {
       Tensor* output = nullptr;
       TF_RETURN_IF_ERROR(
           context->forward_input_or_allocate_output({i}, i, context->input(i).shape(), &output));
@@ -618,14 +618,15 @@ class AllGather final : public Collective {
   "uint16, uint32, uint64, bool}"
 
 absl::Status unchangedShapes(tensorflow::shape_inference::InferenceContext* context) {
-  for (int i = 0; i < context->num_inputs(); ++i) context->set_output(i, context->input(i));
+  for (int i = 0; i < context->num_outputs(); ++i) context->set_output(i, context->input(i));
   return absl::OkStatus();
 }
 
 // Sums, or whatever `op` (smddp_op) says, each of the tensors over ranks, in the order of the program: TensorFlow keeps
-// the order of stateful operations.
+// the order of what uses one resource, `order`, also where a function is called that does so.
 REGISTER_OP("SmddpAllreduceInOrder")
     .Input("tensors: T")
+    .Input("order: resource")
     .Output("results: T")
     .Attr("T: list(" SMDDP_TYPES ") >= 1")
     .Attr("group: int")
@@ -651,16 +652,18 @@ REGISTER_OP("SmddpAllreduce")
 
 REGISTER_OP("SmddpBroadcast")
     .Input("tensor: T")
+    .Input("order: resource")
     .Output("result: T")
     .Attr("T: " SMDDP_TYPES)
     .Attr("group: int")
     .Attr("root: int")
     .SetIsStateful()
     .SetIsDistributedCommunication()
-    .SetShapeFn(tensorflow::shape_inference::UnchangedShape);
+    .SetShapeFn(unchangedShapes);
 
 REGISTER_OP("SmddpAllgather")
     .Input("tensor: T")
+    .Input("order: resource")
     .Output("result: T")
     .Attr("T: " SMDDP_TYPES)
     .Attr("group: int")

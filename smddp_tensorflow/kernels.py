@@ -51,17 +51,21 @@ def _headers(folder: Path) -> Path:
     raise RuntimeError(f"there is no smddp.h in {folder / 'include'}; install smddp again")
 
 
+def _is_ours(place: Path) -> bool:
+    found = place.lstat()
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
 def _cache() -> Path:
     """Returns a folder that this user can write to, and nobody else."""
     place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "smddp"
     with contextlib.suppress(OSError):
-        place.mkdir(parents=True, exist_ok=True)
-    if os.access(place, os.W_OK):
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if os.access(place, os.W_OK) and _is_ours(place.resolve()):
         return place
     place = Path(tempfile.gettempdir()) / f"smddp-{os.getuid()}"
     place.mkdir(mode=0o700, exist_ok=True)
-    found = place.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+    if not _is_ours(place):
         raise PermissionError(f"others can write to {place}; XDG_CACHE_HOME can name a folder")
     return place
 

@@ -374,7 +374,13 @@ void smddp_free(smddp_operation* operation) { delete operation; }
 smddp_status smddp_run(smddp_group* group, const smddp_arguments* arguments) {
   return translated([&] {
     require(group && arguments, "an argument is null");
-    auto request = requestOf(*group, *arguments);
+    engine::Request request;
+    try {
+      request = requestOf(*group, *arguments);
+    } catch (...) {
+      hold(arguments->release, arguments->held);  // and releases it
+      throw;
+    }
     request.willWait = true;
     const auto keep = [&] {
       if (auto memory = hold(arguments->release, arguments->held)) {

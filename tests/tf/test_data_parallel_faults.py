@@ -131,6 +131,50 @@ def test_collectives_have_gradients(compiler: str, tmp_path: Path) -> None:
     jobs.run(differentiated, "2", env=env, timeout=120)
 
 
+def nested() -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=60)
+    me, size = sdp.rank(), sdp.size()
+    variable = tf.Variable([1.0, 2.0, 3.0])
+
+    def late(x: Any) -> Any:
+        time.sleep(0.3 * me)
+        return x
+
+    @tf.function
+    def inner() -> Any:
+        value = tf.ensure_shape(tf.py_function(late, [variable * 1.0], tf.float32), [3])
+        return sdp.oob_allreduce(value)
+
+    other = tf.Variable(1.0)
+
+    @tf.function
+    def outer(flag: Any) -> Any:
+        first = inner()  # one variable
+        second = sdp.oob_allreduce(tf.constant([me + 1.0]))  # none
+        third = tf.cond(flag, lambda: sdp.broadcast(other * (me + 1.0), 1), lambda: other * 1.0)
+        return first, second, third, sdp.allgather(tf.constant([[me]]))
+
+    for flag in (True, False):
+        first, second, third, fourth = outer(tf.constant(flag))
+        assert first.numpy().tolist() == [1, 2, 3]
+        assert float(second[0]) == (size + 1) / 2
+        assert float(third) == (2 if flag else 1)
+        assert fourth.numpy().ravel().tolist() == list(range(size))
+    sdp.shutdown()
+
+
+@pytest.mark.parametrize(
+    "compiler", ["c++", pytest.param("/bin/false", marks=pytest.mark.slow)], ids=["c++", "none"]
+)
+def test_nested_functions_keep_the_order_of_the_program(compiler: str, tmp_path: Path) -> None:
+    env = {} if compiler == "c++" else {"CXX": compiler, "XDG_CACHE_HOME": str(tmp_path)}
+    jobs.run(nested, "2", env=env, timeout=120)
+
+
 # --- failures -------------------------------------------------------------------------------------
 
 
@@ -246,6 +290,29 @@ def left_on_another_thread() -> None:
 
 def test_a_job_ends_on_any_thread_and_after_an_error() -> None:
     jobs.run(left_on_another_thread, "1", timeout=120)
+
+
+def unbuilt() -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=60)
+    optimizer = sdp.DistributedOptimizer(tf.keras.optimizers.SGD(0.1))
+    variables = [tf.keras.Variable([1.0]), tf.keras.Variable([2.0])]
+    gradients = [tf.constant([1.0]), tf.constant([1.0])]
+    with pytest.raises(ValueError, match="must already be built"):
+        optimizer.apply(gradients)
+    optimizer.build(variables)
+    with pytest.raises(ValueError, match="must match"):
+        optimizer.apply(gradients[:1])
+    optimizer.apply(gradients)
+    np.testing.assert_allclose(variables[1].numpy(), [1.9])
+    sdp.shutdown()
+
+
+def test_gradients_without_a_variable_each() -> None:
+    jobs.run(unbuilt, "1", timeout=120)
 
 
 def measured() -> None:
