@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ranks
+import torch
 
 import smddp_numpy
 from smddp_numpy import Op
@@ -187,6 +188,27 @@ def message_of(call: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def foreign() -> None:
+    """Tensors of torch come through DLPack, without a copy."""
+    world = smddp_numpy.init()
+    mine = torch.arange(4, dtype=torch.float64) + world.rank
+    np.testing.assert_array_equal(world.allreduce(mine), [1.0, 3.0, 5.0, 7.0])
+    result = torch.empty(4, dtype=torch.float64)
+    world.allreduce(mine, out=result)
+    assert result.tolist() == [1.0, 3.0, 5.0, 7.0]
+    world.broadcast(mine, 1)
+    assert mine.tolist() == [1.0, 2.0, 3.0, 4.0]
+    # On every rank, although only on rank 0 both begin at one address.
+    both = np.ones((2, 3))
+    with pytest.raises(ValueError, match="overlap"):
+        world.reduce_scatter(both, out=both[world.rank])
+    world.leave()
+
+
+def test_arrays_of_others() -> None:
+    ranks.check_ranks(foreign, "2")
 
 
 def misuse() -> None:
