@@ -580,7 +580,15 @@ def _start_ranks(arguments: Sequence[str]) -> None:
     """Runs torchrun until all ranks have ended, and deletes its copies of their output."""
     import tempfile
 
-    from torch.distributed.run import main as torchrun
+    try:
+        from torch.distributed.run import main as torchrun
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        _refuse(
+            "starting ranks needs torchrun, and torch is not installed: `pip install torch`, or "
+            "start them by mpirun or srun: mpirun -n 4 python train.py"
+        )
 
     # What begins each line. torchrun's own has the rank on this host, which several hosts have.
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}]: ")

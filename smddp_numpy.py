@@ -23,6 +23,7 @@ import ctypes
 import enum
 import importlib.util
 import itertools
+import operator
 import os
 import threading
 import zlib
@@ -115,7 +116,9 @@ _TYPES = [
 ]
 _ALLREDUCE, _BROADCAST, _ALLGATHER, _REDUCE_SCATTER, _BARRIER = range(5)
 _REDUCE, _GATHER, _SCATTER, _ALLTOALL = range(5, 9)
-_SLICE = 0.1  # seconds between looks at Ctrl-C
+# Seconds between looks at Ctrl-C. Less than 100 ms, after which a wait calls `_is_interrupted`: on
+# the main thread Python would raise KeyboardInterrupt in it, where nobody sees it.
+_SLICE = 0.05
 
 _Release = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _Check = ctypes.CFUNCTYPE(ctypes.c_int)
@@ -377,7 +380,7 @@ class Group:
         result = None
         if self.rank == root:
             result = np.empty_like(given, order="C") if out is None else _writable(out, given)
-        how = {"op": int(op), "factor": factor, "root": root}
+        how = {"op": int(op), "factor": factor, "root": _whole(root)}
         return self._run(_REDUCE, given, result, given, wait, timeout, **how)
 
     def broadcast(
@@ -385,7 +388,7 @@ class Group:
     ) -> Any:
         """Sends rank `root`'s array to all; `array` is overwritten on other ranks, and returned."""
         result = _readable(array) if self.rank == root else _writable(array)
-        return self._run(_BROADCAST, None, result, result, wait, timeout, root=root)
+        return self._run(_BROADCAST, None, result, result, wait, timeout, root=_whole(root))
 
     def allgather(
         self, array: Any, *, out: Any = None, wait: bool = True, timeout: float | None = None
@@ -428,7 +431,7 @@ class Group:
         if self.rank == root:
             shape = (self.size, *given.shape)
             result = np.empty(shape, given.dtype) if out is None else _writable(out, given, shape)
-        return self._run(_GATHER, given, result, given, wait, timeout, root=root)
+        return self._run(_GATHER, given, result, given, wait, timeout, root=_whole(root))
 
     def scatter(
         self,
@@ -456,7 +459,7 @@ class Group:
         else:
             block = given[0]
             result = np.empty(block.shape, block.dtype) if out is None else _writable(out, block)
-        return self._run(_SCATTER, given, result, result, wait, timeout, root=root)
+        return self._run(_SCATTER, given, result, result, wait, timeout, root=_whole(root))
 
     def alltoall(
         self, array: Any, *, out: Any = None, wait: bool = True, timeout: float | None = None
@@ -564,7 +567,8 @@ class Group:
         wait: bool,
         timeout: float | None,
     ) -> Any:
-        message = _Message(array.ctypes.data, array.nbytes, peer, tag, _seconds(timeout))
+        whom = _whole(peer), _whole(tag)
+        message = _Message(array.ctypes.data, array.nbytes, *whom, _seconds(timeout))
         return self._begin(call, message, array, array, wait)
 
     def _begin(self, call: Any, arguments: Any, arrays: Any, result: Any, wait: bool) -> Any:
@@ -584,6 +588,14 @@ def _seconds(timeout: float | None) -> float:
     if not timeout > 0:
         raise ValueError(f"smddp: a timeout of {timeout} seconds; it must be more than 0")
     return float(timeout)
+
+
+def _whole(number: Any) -> int:
+    """Returns an integer that C can take, which would drop the bits that are too many."""
+    value = operator.index(number)
+    if not -(2**31) <= value < 2**31:
+        raise ValueError(f"smddp: {value} is too large for a rank or a tag")
+    return value
 
 
 def _array(value: Any) -> np.ndarray[Any, Any]:

@@ -226,6 +226,16 @@ def _tensorflow(files: dict[str, Any]) -> str:
     return _table(["layout", "gradients", "", "step, ms", "smddp = 1"], lines)
 
 
+def _operations(files: dict[str, Any]) -> str:
+    lines = [
+        [str(row["ranks"]), row["what"], str(row["median"]), str(row["median_above"])]
+        for read in files.values()
+        for row in read["results"]
+        if "median" in row and "eager" in row["what"]
+    ]
+    return _table(["ranks", "", "µs", "above tf.identity"], lines)
+
+
 def _startup(files: dict[str, Any]) -> str:
     (read,) = files.values()
     medians = read["medians_ms"]
@@ -279,6 +289,7 @@ def summary() -> str:
         ),
         "Steps of Keras with 2 ranks, by bytes of gradients (`alone`: one rank's share without the "
         "other)": _tensorflow(those("tensorflow_")),
+        "An operation of TensorFlow on 4 bytes, in eager code": _operations(those("tensorflow_")),
         "A call of a module on another rank, 4 KiB there and back: µs": _calls(
             those("pipeline_calls_")
         ),

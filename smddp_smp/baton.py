@@ -166,7 +166,7 @@ class Baton:
         self._running: Task | None = None
         # Does a thread hold the baton? Does that thread wait in `Inbox.take`?
         self._held = self._blocked = False
-        self._aborted = self._idle_awaited = False
+        self._aborted = self._idle_awaited = self._closed = False
         self._quiet = threading.Condition(self._lock)
         self._current = threading.local()
 
@@ -275,6 +275,13 @@ class Baton:
                 self._quiet.wait()
             self._idle_awaited = False
 
+    def close(self) -> None:
+        """Ends the threads. There must be no tasks, and none can be submitted any more."""
+        with self._lock:
+            self._closed, idle, self._idle = True, self._idle, []
+        for worker in idle:
+            worker.wake.release()
+
     def _has_ready(self) -> bool:
         kept = self._resumed or self._forward or self._backward
         return bool(kept or (self.order is not None and self.order.has_ready()))
@@ -352,7 +359,10 @@ class Baton:
                 del arrived
                 looked = True
                 continue
-            worker.wake.acquire()
+            if not self._closed:
+                worker.wake.acquire()
+            if self._closed:
+                raise SystemExit  # ends the thread
             task, worker.task = worker.task, None
             if task is not None:
                 break

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from smddp_tensorflow import job
@@ -48,10 +50,27 @@ class AverageMetrics(tf.keras.callbacks.Callback):  # type: ignore[misc]
     """Averages the metrics of an epoch over ranks. Put it before callbacks that read them."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Changes the metrics in `logs`, which later callbacks get."""
-        names = sorted(logs or {})
-        for name in names:
-            logs[name] = float(oob_allreduce(tf.constant(logs[name], tf.float64)))
+        """Changes the metrics in `logs`, which later callbacks get.
+
+        Raises:
+            ValueError: ranks have different metrics.
+        """
+        logs = logs or {}
+        names = sorted(logs)
+        values = [np.asarray(logs[name], np.float64) for name in names]
+        own = zlib.crc32(repr([(name, np.shape(logs[name])) for name in names]).encode())
+        others = np.flatnonzero(job.group().allgather(np.array(own)) != own).tolist()
+        if others:
+            raise ValueError(
+                f"smddp: AverageMetrics: rank {job.rank()} has the metrics {names}, rank(s) "
+                f"{others} have others: give `fit` the same metrics and validation data on all "
+                "ranks"
+            )
+        together = tf.constant(np.concatenate([value.ravel() for value in values or [np.zeros(0)]]))
+        means = oob_allreduce(together).numpy()
+        for name, value in zip(names, values, strict=True):
+            mean, means = means[: value.size].reshape(value.shape), means[value.size :]
+            logs[name] = mean if value.ndim else float(mean)
 
 
 def shard(dataset: tf.data.Dataset, *, drop_remainder: bool = True) -> tf.data.Dataset:
@@ -71,7 +90,7 @@ def shard(dataset: tf.data.Dataset, *, drop_remainder: bool = True) -> tf.data.D
 
     def mine(*parts: Any) -> tf.data.Dataset:
         # A window has a dataset for each component of the elements.
-        is_tuple = isinstance(dataset.element_spec, tuple)
+        is_tuple = type(dataset.element_spec) is tuple  # a named one is not taken apart
         whole = tf.data.Dataset.zip(parts if is_tuple else parts[0])
         return whole.skip(group.rank).take(1)
 

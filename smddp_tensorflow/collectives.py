@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,6 +73,25 @@ class Compression:
     fp16 = _Half
 
 
+_eager = types.SimpleNamespace()
+
+
+def _order() -> tf.Tensor:
+    """Returns the resource that all collectives use, so that TensorFlow keeps their order.
+
+    In a `tf.function` it keeps that of operations with state. But a call of a function that uses
+    variables is kept in order only with others that use the same ones.
+    """
+    with contextlib.nullcontext() if tf.executing_eagerly() else tf.init_scope():
+        holder = _eager if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        if not hasattr(holder, "_smddp_order"):
+            with tf.device("CPU:0"):
+                holder._smddp_order = tf.compat.v1.Variable(
+                    0, trainable=False, collections=[], use_resource=True
+                )
+        return holder._smddp_order.handle
+
+
 def _through_numpy(
     call: Callable[[Any], Any], backward: Callable[[Any], Any], given: Any, shape: Any = None
 ) -> tf.Tensor:
@@ -84,8 +105,13 @@ def _through_numpy(
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(tensor: Any) -> Any:
         if tf.executing_eagerly():
-            return tf.convert_to_tensor(run(tensor.numpy())), backward
-        result = tf.numpy_function(run, [tensor], tensor.dtype)
+            try:
+                return tf.convert_to_tensor(run(tensor.numpy())), backward
+            except smddp_numpy.Error as error:  # as the compiled operations do
+                raise tf.errors.InternalError(None, None, str(error)) from error
+        result = tf.py_function(
+            lambda value, _: run(value.numpy()), [tensor, _order()], tensor.dtype
+        )
         result.set_shape(tensor.shape if shape is None else shape)
         return result, backward
 
@@ -147,7 +173,7 @@ def _reduced(tensors: list[Any], op: ReduceOp, number: int, count: int) -> list[
     if count:
         group_and_op = operations.numbered, op.value
         return list(call_of.smddp_allreduce(tensors, *group_and_op, number, count, job.timeout()))
-    return list(call_of.smddp_allreduce_in_order(tensors, operations.program, op.value))
+    return list(call_of.smddp_allreduce_in_order(tensors, _order(), operations.program, op.value))
 
 
 # By how many calls a step makes: the group for which the number counts, and the next one.
@@ -188,7 +214,7 @@ def _gradient_of_allgather(gradient: Any) -> Any:
 @tf.RegisterGradient("SmddpAllreduceInOrder")  # type: ignore[untyped-decorator]
 def _(operation: Any, *gradients: Any) -> list[Any]:
     kind = ReduceOp(smddp_numpy.Op(operation.get_attr("op")))
-    return _sum_of_gradients(gradients, kind)
+    return [*_sum_of_gradients(gradients, kind), None]
 
 
 @tf.RegisterGradient("SmddpAllreduce")  # type: ignore[untyped-decorator]
@@ -198,12 +224,12 @@ def _(operation: Any, *gradients: Any) -> list[Any]:
 
 @tf.RegisterGradient("SmddpBroadcast")  # type: ignore[untyped-decorator]
 def _(operation: Any, gradient: Any) -> Any:
-    return _gradient_of_broadcast(gradient, operation.get_attr("root"))
+    return _gradient_of_broadcast(gradient, operation.get_attr("root")), None
 
 
 @tf.RegisterGradient("SmddpAllgather")  # type: ignore[untyped-decorator]
 def _(operation: Any, gradient: Any) -> Any:
-    return _gradient_of_allgather(gradient)
+    return _gradient_of_allgather(gradient), None
 
 
 def allreduce(
@@ -255,7 +281,7 @@ def allgather(tensor: Any) -> tf.Tensor:
     """Returns the tensors of all ranks, of one shape, one after the other: [ranks, ...]."""
     operations = job.operations()
     if operations is not None:
-        return operations.kernels.operations.smddp_allgather(tensor, operations.program)
+        return operations.kernels.operations.smddp_allgather(tensor, _order(), operations.program)
     group, value = job.group(), tf.convert_to_tensor(tensor)
     shape = None if value.shape.rank is None else [group.size, *value.shape]
     return _through_numpy(group.allgather, _gradient_of_allgather, value, shape)
@@ -273,7 +299,7 @@ def broadcast(tensor: Any, root_rank: int) -> tf.Tensor:
     operations = job.operations()
     if operations is not None:
         call_of = operations.kernels.operations
-        return call_of.smddp_broadcast(tensor, operations.program, root_rank)
+        return call_of.smddp_broadcast(tensor, _order(), operations.program, root_rank)
 
     def call(array: np.ndarray[Any, Any]) -> Any:
         # A copy that can be written to; TensorFlow gives numbers for tensors without dimensions.

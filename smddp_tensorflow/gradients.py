@@ -53,7 +53,7 @@ def averaged(
         compression: what travels.
         bucket_cap_mb: size of a bucket in MiB.
     """
-    results = list(map(_dense, gradients, variables))
+    results = [_dense(*pair) for pair in zip(gradients, variables, strict=True)]
     places = [i for i, one in enumerate(results) if one is not None]
     if not places:
         return results
@@ -122,13 +122,13 @@ class DistributedGradientTape:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)
 
-    def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
-        """Returns the gradients as the tape does, averaged over ranks.
+    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the gradients as the tape does, with its arguments, averaged over ranks.
 
         That of a trainable variable which the target does not use is zeros, and not None: on
         another rank the target may use it.
         """
-        found = self._tape.gradient(target, sources, output_gradients)
+        found = self._tape.gradient(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(found), tf.nest.flatten(sources)
         return tf.nest.pack_sequence_as(found, averaged(*flat, self._op, self._compression))
 
@@ -193,8 +193,14 @@ def _with_averager(optimizer: Any, over_ranks: _Averager) -> Any:
     if hasattr(kind, "apply"):  # Keras 3
 
         def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-            variables = trainable_variables or self._trainable_variables
-            return kind.apply(self, over_ranks(grads, variables), trainable_variables)
+            variables = (
+                self._trainable_variables
+                if trainable_variables is None
+                else list(trainable_variables)
+            )
+            if len(grads) == len(variables):  # else Keras says what is wrong
+                grads = over_ranks(grads, variables)
+            return kind.apply(self, grads, trainable_variables)
 
         methods: dict[str, Any] = {"apply": apply}
     elif hasattr(kind, "apply_gradients"):

@@ -61,6 +61,7 @@ class Watch:
             abort: ends them, on all ranks, with a text.
         """
         self._progress, self._abort = progress, abort
+        self._is_open = True
         self._thread: threading.Thread | None = None
         # Elsewhere Python does not allow it.
         if threading.current_thread() is threading.main_thread():
@@ -71,17 +72,21 @@ class Watch:
             self._thread.start()
 
     def close(self) -> None:
-        """Ends."""
-        if self._thread is not None:
-            if threading.current_thread() is threading.main_thread():
-                former = signal.set_wakeup_fd(self._former)
-                if former != self._write:  # that of somebody else
-                    signal.set_wakeup_fd(former)
-            os.write(self._write, b"\0")
-            self._thread.join()
-            self._thread = None
-            os.close(self._read)
-            os.close(self._write)
+        """Ends. On another thread than the main one, Python goes on writing to the descriptor.
+
+        It stays open then, and numbers of signals go to whoever had asked for them before.
+        """
+        self._is_open = False
+        if self._thread is None or threading.current_thread() is not threading.main_thread():
+            return
+        former = signal.set_wakeup_fd(self._former)
+        if former != self._write:  # that of somebody else
+            signal.set_wakeup_fd(former)
+        os.write(self._write, b"\0")
+        self._thread.join()
+        self._thread = None
+        os.close(self._read)
+        os.close(self._write)
 
     def _run(self) -> None:
         while numbers := os.read(self._read, 64):
@@ -89,9 +94,8 @@ class Watch:
                 return
             if self._former >= 0:
                 os.write(self._former, numbers)
-            if signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) is (
-                signal.default_int_handler
-            ):
+            handler = signal.getsignal(signal.SIGINT)
+            if self._is_open and signal.SIGINT in numbers and handler is signal.default_int_handler:
                 self._end_what_waits()
 
     def _end_what_waits(self) -> None:

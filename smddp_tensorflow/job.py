@@ -64,7 +64,11 @@ def init(timeout: float = 300.0) -> None:
         smddp_numpy.Error: the other ranks have not come.
     """
     join(timeout)
-    operations()
+    try:
+        operations()
+    except BaseException:
+        shutdown()  # so that it can be called again
+        raise
 
 
 def join(timeout: float) -> None:
@@ -152,8 +156,10 @@ def shutdown() -> None:
         for number in _operations[1:]:
             _operations.kernels.library.smddp_tensorflow_leave(number)
     _operations = _watch = None
-    while groups:
-        groups.pop().leave()
+    with contextlib.ExitStack() as stack:  # an error of one does not keep the others
+        for one in groups:
+            stack.callback(one.leave)
+        groups.clear()
 
 
 def rank() -> int:

@@ -1,8 +1,8 @@
 // TensorFlow's operations for collectives, on the C interface of smddp (smddp.h). kernels.py compiles this file for the
 // installed TensorFlow.
 //
-// An operation begins its collectives and returns; TensorFlow's threads never wait for other ranks. What the collectives
-// end continues on TensorFlow's threads, not on the engine's.
+// In a graph an operation begins its collectives and returns; TensorFlow's threads never wait for other ranks. What the
+// collectives end continues on TensorFlow's threads, not on the engine's. Eager code waits on its own thread.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/synchronization/notification.h"
 #include "smddp.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
@@ -334,12 +335,14 @@ thread_local bool isBeginning = false;
 // Runs of operations, for who wants to know whether they go on.
 std::atomic<int64_t> begun{0}, ended{0};
 
+class Collective;
+
 // The collectives of one run of an operation.
 struct Run {
   OpKernelContext* context;
   AsyncOpKernel::DoneCallback done;
+  Collective* kernel;
   std::atomic<size_t> left;
-  std::shared_ptr<Order> order = nullptr;  // in which what follows must not run after an error
   std::mutex mutex;
   absl::Status status = absl::OkStatus();  // the first error
 
@@ -360,20 +363,18 @@ struct Run {
     }
   }
 
-  void finish() {
-    if (!status.ok()) context->SetStatus(status);
-    // After a call that makes no sense the group is as it was.
-    if (order && !status.ok() && !absl::IsInvalidArgument(status)) order->fail(status);
-    const auto callback = std::move(done);
-    delete this;
-    ++ended;
-    callback();
-  }
+  void finish();
 };
 
 struct Begun {
   Run* run;
   smddp_operation* operation;
+};
+
+// A collective that is to begin, and its tensors.
+struct Call {
+  smddp_arguments arguments;
+  Tensor input, output;
 };
 
 class Collective : public AsyncOpKernel {
@@ -386,56 +387,126 @@ class Collective : public AsyncOpKernel {
     OP_REQUIRES(construction, group_, hasLeft());
   }
 
- protected:
-  static Run* runOf(OpKernelContext* context, DoneCallback done, size_t collectives) {
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) final {
+    std::vector<Call> calls;
+    OP_REQUIRES_OK_ASYNC(context, prepare(context, &calls), done);
     ++begun;
-    return new Run{context, std::move(done), collectives};
+    auto* run = new Run{context, std::move(done), this, calls.size()};
+    enter(
+        context,
+        [this, run, calls] {
+          for (const Call& call : calls) begin(run, call);
+        },
+        [run](const absl::Status& status) {
+          for (size_t left = run->left; left > 0; --left) run->end(status);
+        });
   }
 
-  // Begins `arguments`, which keep the tensors.
-  void begin(Run* run, smddp_arguments arguments, const Tensor& input, const Tensor& output) {
-    if (const absl::Status status = typeOf(input.dtype(), &arguments.type); !status.ok()) {
-      run->end(status);
-      return;
+  // Eager code calls this, on its own thread, and waits here: that saves two changes of threads.
+  void Compute(OpKernelContext* context) override {
+    std::vector<Call> calls;
+    OP_REQUIRES_OK(context, prepare(context, &calls));
+    ++begun;
+    absl::Notification hasEntered;
+    absl::Status status;
+    std::vector<smddp_operation*> operations;
+    enter(
+        context,
+        [&] {
+          for (const Call& call : calls) {
+            smddp_operation* operation = nullptr;
+            status.Update(beginHeld(call, &operation));
+            if (operation) operations.push_back(operation);
+          }
+          hasEntered.Notify();
+        },
+        [&](const absl::Status& failed) {
+          status = failed;
+          hasEntered.Notify();
+        });
+    hasEntered.WaitForNotification();
+    for (smddp_operation* operation : operations) {
+      // Not without end: waits that are longer than 100 ms run smddp_numpy's function for Ctrl-C, and on this thread
+      // Python would raise KeyboardInterrupt there.
+      smddp_status outcome = SMDDP_PENDING;
+      while (outcome == SMDDP_PENDING) outcome = smddp_wait(operation, 0.05);
+      if (outcome != SMDDP_OK) status.Update(lastError());
+      smddp_free(operation);
     }
-    arguments.collective = collective_;
-    arguments.input = input.data();
-    arguments.output = output.data();
-    // The engine may write to them after an error.
-    auto held = std::make_unique<std::pair<Tensor, Tensor>>(input, output);
-    arguments.held = held.release();
-    arguments.release = [](void* tensors) {
-      delete static_cast<std::pair<Tensor, Tensor>*>(tensors);
-    };
-    isBeginning = true;
-    beginHeld(run, arguments);
-    isBeginning = false;
+    if (!status.ok()) {
+      fail(status);
+      context->SetStatus(status);
+    }
+    ++ended;
+  }
+
+  // After a run with an error.
+  virtual void fail(const absl::Status& /*status*/) {}
+
+ protected:
+  // Makes the outputs, and appends the collectives.
+  virtual absl::Status prepare(OpKernelContext* context, std::vector<Call>* calls) = 0;
+
+  // Calls `beginAll`, which begins the collectives of a run, once it is their turn; or `failed`.
+  virtual void enter(OpKernelContext* /*context*/, std::function<void()> beginAll,
+                     std::function<void(const absl::Status&)> /*failed*/) {
+    beginAll();
   }
 
   Group& group() const { return *group_; }
 
  private:
-  void beginHeld(Run* run, const smddp_arguments& arguments) {
+  void begin(Run* run, const Call& call) {
+    isBeginning = true;
     smddp_operation* operation = nullptr;
-    if (const absl::Status status = group_->begin(arguments, &operation); !status.ok()) {
+    if (const absl::Status status = beginHeld(call, &operation); !status.ok()) {
       run->end(status);
-      return;
+    } else {
+      smddp_then(
+          operation,
+          [](void* argument) {
+            const std::unique_ptr<Begun> begun(static_cast<Begun*>(argument));
+            const bool isGood = smddp_wait(begun->operation, 0) == SMDDP_OK;
+            const absl::Status outcome = isGood ? absl::OkStatus() : lastError();
+            smddp_free(begun->operation);
+            begun->run->end(outcome);
+          },
+          new Begun{run, operation});
     }
-    smddp_then(
-        operation,
-        [](void* argument) {
-          const std::unique_ptr<Begun> begun(static_cast<Begun*>(argument));
-          const bool isGood = smddp_wait(begun->operation, 0) == SMDDP_OK;
-          const absl::Status outcome = isGood ? absl::OkStatus() : lastError();
-          smddp_free(begun->operation);
-          begun->run->end(outcome);
-        },
-        new Begun{run, operation});
+    isBeginning = false;
+  }
+
+  // Begins a collective, which keeps the tensors: the engine may write to them after an error.
+  absl::Status beginHeld(const Call& call, smddp_operation** operation) {
+    smddp_arguments arguments = call.arguments;
+    if (absl::Status status = typeOf(call.input.dtype(), &arguments.type); !status.ok()) {
+      return status;
+    }
+    arguments.collective = collective_;
+    arguments.input = call.input.data();
+    arguments.output = call.output.data();
+    auto held = std::make_unique<std::pair<Tensor, Tensor>>(call.input, call.output);
+    arguments.held = held.release();
+    arguments.release = [](void* tensors) {
+      delete static_cast<std::pair<Tensor, Tensor>*>(tensors);
+    };
+    return group_->begin(arguments, operation);
   }
 
   const smddp_collective collective_;
   std::shared_ptr<Group> group_;
 };
+
+void Run::finish() {
+  if (!status.ok()) {
+    context->SetStatus(status);
+    kernel->fail(status);
+  }
+  const auto callback = std::move(done);
+  delete this;
+  ++ended;
+  callback();
+}
 
 class AllReduceInOrder : public Collective {
  public:
@@ -444,33 +515,20 @@ class AllReduceInOrder : public Collective {
     OP_REQUIRES_OK(construction, construction->GetAttr("op", &op_));
   }
 
-  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
-    const int inputs = context->num_inputs();
-    std::vector<Tensor> outputs(static_cast<size_t>(inputs));
-    for (int i = 0; i < inputs; ++i) {
+ private:
+  absl::Status prepare(OpKernelContext* context, std::vector<Call>* calls) final {
+    for (int i = 0; i < context->num_outputs(); ++i) {
       Tensor* output = nullptr;
-      OP_REQUIRES_OK_ASYNC(
-          context,
-          context->forward_input_or_allocate_output({i}, i, context->input(i).shape(), &output),
-          done);
-      outputs[static_cast<size_t>(i)] = *output;
+      TF_RETURN_IF_ERROR(
+          context->forward_input_or_allocate_output({i}, i, context->input(i).shape(), &output));
+      smddp_arguments arguments{};
+      arguments.count = output->NumElements();
+      arguments.op = static_cast<smddp_op>(op_);
+      calls->push_back({arguments, context->input(i), *output});
     }
-    auto* run = runOf(context, std::move(done), static_cast<size_t>(inputs));
-    enter(run, [this, run, outputs = std::move(outputs)] {
-      for (size_t i = 0; i < outputs.size(); ++i) {
-        smddp_arguments arguments{};
-        arguments.count = outputs[i].NumElements();
-        arguments.op = static_cast<smddp_op>(op_);
-        begin(run, arguments, run->context->input(static_cast<int>(i)), outputs[i]);
-      }
-    });
+    return absl::OkStatus();
   }
 
- protected:
-  // Calls `beginAll`, which begins the collectives of `run`, once it is their turn.
-  virtual void enter(Run* /*run*/, std::function<void()> beginAll) { beginAll(); }
-
- private:
   int op_ = 0;
 };
 
@@ -484,10 +542,10 @@ class AllReduce final : public AllReduceInOrder {
     order_ = group().orderOf(count_);
   }
 
-  // Eager code calls this, on the thread that would have to make the calls with smaller numbers.
+  // This is the thread that would have to make the calls with smaller numbers.
   void Compute(OpKernelContext* context) override {
     if (order_->isNext(number_)) {
-      AsyncOpKernel::Compute(context);
+      Collective::Compute(context);
     } else {
       context->SetStatus(absl::InvalidArgumentError(
           "smddp: allreduce: it is not the turn of number " + std::to_string(number_) + " of " +
@@ -497,13 +555,15 @@ class AllReduce final : public AllReduceInOrder {
     }
   }
 
+  // What follows must not run. After a call that makes no sense the group is as it was.
+  void fail(const absl::Status& status) override {
+    if (!absl::IsInvalidArgument(status)) order_->fail(status);
+  }
+
  private:
-  void enter(Run* run, std::function<void()> beginAll) override {
-    run->order = order_;
-    order_->enter(number_, timeout_, run->context, std::move(beginAll),
-                  [run](const absl::Status& status) {
-                    for (size_t left = run->left; left > 0; --left) run->end(status);
-                  });
+  void enter(OpKernelContext* context, std::function<void()> beginAll,
+             std::function<void(const absl::Status&)> failed) override {
+    order_->enter(number_, timeout_, context, std::move(beginAll), std::move(failed));
   }
 
   int number_ = 0, count_ = 0;
@@ -518,19 +578,18 @@ class Broadcast final : public Collective {
     OP_REQUIRES_OK(construction, construction->GetAttr("root", &root_));
   }
 
-  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
-    smddp_arguments arguments{};
+ private:
+  absl::Status prepare(OpKernelContext* context, std::vector<Call>* calls) override {
     Tensor* output = nullptr;
-    OP_REQUIRES_OK_ASYNC(
-        context,
-        context->forward_input_or_allocate_output({0}, 0, context->input(0).shape(), &output),
-        done);
+    TF_RETURN_IF_ERROR(
+        context->forward_input_or_allocate_output({0}, 0, context->input(0).shape(), &output));
+    smddp_arguments arguments{};
     arguments.count = output->NumElements();
     arguments.root = root_;
-    begin(runOf(context, std::move(done), 1), arguments, context->input(0), *output);
+    calls->push_back({arguments, context->input(0), *output});
+    return absl::OkStatus();
   }
 
- private:
   int root_ = 0;
 };
 
@@ -539,16 +598,18 @@ class AllGather final : public Collective {
   explicit AllGather(OpKernelConstruction* construction)
       : Collective(construction, SMDDP_ALLGATHER) {}
 
+ private:
   // A tensor of each rank, of one shape: [ranks, ...].
-  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
-    smddp_arguments arguments{};
+  absl::Status prepare(OpKernelContext* context, std::vector<Call>* calls) override {
     const Tensor& input = context->input(0);
     tensorflow::TensorShape shape = input.shape();
     shape.InsertDim(0, group().size());
     Tensor* output = nullptr;
-    OP_REQUIRES_OK_ASYNC(context, context->allocate_output(0, shape, &output), done);
+    TF_RETURN_IF_ERROR(context->allocate_output(0, shape, &output));
+    smddp_arguments arguments{};
     arguments.count = input.NumElements();
-    begin(runOf(context, std::move(done), 1), arguments, input, *output);
+    calls->push_back({arguments, input, *output});
+    return absl::OkStatus();
   }
 };
 
@@ -557,14 +618,15 @@ class AllGather final : public Collective {
   "uint16, uint32, uint64, bool}"
 
 absl::Status unchangedShapes(tensorflow::shape_inference::InferenceContext* context) {
-  for (int i = 0; i < context->num_inputs(); ++i) context->set_output(i, context->input(i));
+  for (int i = 0; i < context->num_outputs(); ++i) context->set_output(i, context->input(i));
   return absl::OkStatus();
 }
 
 // Sums, or whatever `op` (smddp_op) says, each of the tensors over ranks, in the order of the program: TensorFlow keeps
-// the order of stateful operations.
+// the order of what uses one resource, `order`, also where a function is called that does so.
 REGISTER_OP("SmddpAllreduceInOrder")
     .Input("tensors: T")
+    .Input("order: resource")
     .Output("results: T")
     .Attr("T: list(" SMDDP_TYPES ") >= 1")
     .Attr("group: int")
@@ -590,25 +652,30 @@ REGISTER_OP("SmddpAllreduce")
 
 REGISTER_OP("SmddpBroadcast")
     .Input("tensor: T")
+    .Input("order: resource")
     .Output("result: T")
     .Attr("T: " SMDDP_TYPES)
     .Attr("group: int")
     .Attr("root: int")
     .SetIsStateful()
     .SetIsDistributedCommunication()
-    .SetShapeFn(tensorflow::shape_inference::UnchangedShape);
+    .SetShapeFn(unchangedShapes);
 
 REGISTER_OP("SmddpAllgather")
     .Input("tensor: T")
+    .Input("order: resource")
     .Output("result: T")
     .Attr("T: " SMDDP_TYPES)
     .Attr("group: int")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
+      int64_t number = 0;
+      TF_RETURN_IF_ERROR(context->GetAttr("group", &number));
+      const auto group = Group::find(number);
+      const auto ranks = group ? context->MakeDim(group->size()) : context->UnknownDim();
       tensorflow::shape_inference::ShapeHandle result;
-      TF_RETURN_IF_ERROR(
-          context->Concatenate(context->Vector(context->UnknownDim()), context->input(0), &result));
+      TF_RETURN_IF_ERROR(context->Concatenate(context->Vector(ranks), context->input(0), &result));
       context->set_output(0, result);
       return absl::OkStatus();
     });

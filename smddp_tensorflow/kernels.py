@@ -12,6 +12,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -44,24 +45,27 @@ class Kernels(NamedTuple):
 
 def _headers(folder: Path) -> Path:
     """Returns the folder of smddp.h: in an installed package, or in the sources."""
-    return next(
-        place
-        for place in (folder / "include", folder.parent / "csrc" / "c_interface")
-        if (place / "smddp.h").exists()
-    )
+    for place in (folder / "include", folder.parent / "csrc" / "c_interface"):
+        if (place / "smddp.h").exists():
+            return place
+    raise RuntimeError(f"there is no smddp.h in {folder / 'include'}; install smddp again")
+
+
+def _is_ours(place: Path) -> bool:
+    found = place.lstat()
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _cache() -> Path:
     """Returns a folder that this user can write to, and nobody else."""
     place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "smddp"
     with contextlib.suppress(OSError):
-        place.mkdir(parents=True, exist_ok=True)
-    if os.access(place, os.W_OK):
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if os.access(place, os.W_OK) and _is_ours(place.resolve()):
         return place
     place = Path(tempfile.gettempdir()) / f"smddp-{os.getuid()}"
     place.mkdir(mode=0o700, exist_ok=True)
-    found = place.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+    if not _is_ours(place):
         raise PermissionError(f"others can write to {place}; XDG_CACHE_HOME can name a folder")
     return place
 
@@ -91,23 +95,41 @@ def _compile(compiler: str, target: Path) -> None:
         made.replace(target)
 
 
+def _opened(target: Path) -> Kernels:
+    return Kernels(tf.load_op_library(str(target)), ctypes.CDLL(str(target)))
+
+
+def _identity(target: Path) -> int | None:
+    with contextlib.suppress(FileNotFoundError):
+        return target.stat().st_ino
+    return None
+
+
+def _compiled() -> Kernels:
+    folder = smddp_numpy.package_folder()
+    made_from = hashlib.sha256(_SOURCE.read_bytes())
+    made_from.update((_headers(folder) / "smddp.h").read_bytes())
+    made_from.update(f"{tf.version.VERSION} {tf.sysconfig.get_compile_flags()}".encode())
+    # Hosts may share a home.
+    made_from.update(f"{folder} {platform.machine()}".encode())
+    target = _cache() / f"tensorflow_{tf.version.VERSION}_{made_from.hexdigest()[:16]}.so"
+    first = _identity(target)
+    with contextlib.suppress(OSError, tf.errors.NotFoundError):
+        return _opened(target)
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        raise RuntimeError("there is no C++ compiler; CXX can name one")
+    with _alone(target):
+        if _identity(target) == first:  # else another process has made it meanwhile
+            _compile(compiler, target)
+    return _opened(target)
+
+
 @functools.cache
 def load() -> Kernels | None:
     """Returns the operations; None if they cannot be compiled, which is said once."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    made_from = hashlib.sha256(_SOURCE.read_bytes())
-    made_from.update((_headers(smddp_numpy.package_folder()) / "smddp.h").read_bytes())
-    made_from.update(f"{tf.version.VERSION} {tf.sysconfig.get_compile_flags()}".encode())
-    made_from.update(str(smddp_numpy.package_folder()).encode())
     try:
-        target = _cache() / f"tensorflow_{tf.version.VERSION}_{made_from.hexdigest()[:16]}.so"
-        if not target.exists():
-            if compiler is None:
-                raise RuntimeError("there is no C++ compiler; CXX can name one")
-            with _alone(target):
-                if not target.exists():
-                    _compile(compiler, target)
-        found = Kernels(tf.load_op_library(str(target)), ctypes.CDLL(str(target)))
+        found = _compiled()
     except (OSError, RuntimeError, tf.errors.NotFoundError) as error:
         warnings.warn(
             "smddp has no operations for this TensorFlow, so collectives run one after the other "

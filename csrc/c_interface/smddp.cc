@@ -162,13 +162,17 @@ engine::Request requestOf(const smddp_group& group, const smddp_arguments& argum
   const auto buffers = collectives::buffersOf(shape, spec.me, spec.size);
   require(buffers.outputBytes == 0 || arguments.output, "the output is null");
   request.output = pieces(arguments.output, buffers.outputBytes);
-  const bool isSame = !arguments.input || arguments.input == arguments.output;
   if (!buffers.inPlace) {
     require(buffers.inputBytes == 0 || arguments.input, "the input is null");
-    require(buffers.inputBytes == 0 || buffers.outputBytes == 0 || !isSame,
-            "the input is the output, which only allreduce, broadcast and reduce can do");
+    // On every rank, also where the output is a later part of the input: a call is refused on all ranks, or on none.
+    const auto* input = static_cast<const char*>(arguments.input);
+    const auto* output = static_cast<const char*>(arguments.output);
+    require(buffers.inputBytes == 0 || buffers.outputBytes == 0 ||
+                input + buffers.inputBytes <= output || output + buffers.outputBytes <= input,
+            "the input and the output overlap, which only allreduce, broadcast and reduce can do");
     request.input = pieces(arguments.input, buffers.inputBytes);
-  } else if (!isSame && (spec.me == request.root || !collectives::hasRoot(request.collective))) {
+  } else if (arguments.input && arguments.input != arguments.output &&
+             (spec.me == request.root || !collectives::hasRoot(request.collective))) {
     std::memmove(arguments.output, arguments.input, static_cast<size_t>(request.bytes));
   }
   return request;
@@ -370,7 +374,13 @@ void smddp_free(smddp_operation* operation) { delete operation; }
 smddp_status smddp_run(smddp_group* group, const smddp_arguments* arguments) {
   return translated([&] {
     require(group && arguments, "an argument is null");
-    auto request = requestOf(*group, *arguments);
+    engine::Request request;
+    try {
+      request = requestOf(*group, *arguments);
+    } catch (...) {
+      hold(arguments->release, arguments->held);  // and releases it
+      throw;
+    }
     request.willWait = true;
     const auto keep = [&] {
       if (auto memory = hold(arguments->release, arguments->held)) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import pickle
 import threading
@@ -22,6 +23,7 @@ _HEAD = 16  # bytes: the length of the message, and of what is pickled in it
 _FIRST, _REST = 1, 2  # tags
 _SLICE = 0.1  # seconds between looks at interruptions and deadlines
 _FOREVER = 1e8  # seconds
+_PATIENCE = 5.0  # seconds that `close` waits for other ranks
 
 
 class Kind(enum.IntEnum):
@@ -159,7 +161,12 @@ class Channel:
         return Message(sender, Kind(kind), step, header, tensors)
 
     def close(self) -> None:
-        """Ends the receive that may be left of a failed step; nothing can be sent any more."""
+        """Ends the receive that may be left of a step; nothing can be sent any more."""
+        if self.peers:
+            # Another rank may not have taken the last message of a step yet. If it fails elsewhere,
+            # it does not come.
+            with contextlib.suppress(smddp_numpy.Error):
+                self._group.barrier(timeout=_PATIENCE)
         if self._posted is not None:
             self._group.abort("smp.shutdown() was called")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from pathlib import Path
@@ -42,7 +43,12 @@ class CheckpointManager:
             directory: a folder.
             max_to_keep: of so many checkpoints, older ones are deleted; None for no limit.
             checkpoint_name: how names of checkpoints begin.
+
+        Raises:
+            SMPUsageError: max_to_keep is not positive.
         """
+        if max_to_keep is not None and max_to_keep < 1:
+            raise SMPUsageError(f"CheckpointManager: max_to_keep is {max_to_keep}, not 1 or more")
         self.checkpoint = checkpoint
         self._directory, self._name, self._keep = Path(directory), checkpoint_name, max_to_keep
         self._next = 1
@@ -63,14 +69,16 @@ class CheckpointManager:
             if job.dp_rank() == 0:
                 folder = self._folder(job.pp_rank())
                 folder.mkdir(parents=True, exist_ok=True)
-                written = folder / "division.json.new"
-                written.write_text(json.dumps(_division()))
-                os.replace(written, folder / "division.json")
+                _write(folder / "division.json", json.dumps(_division()))
+                # It deletes none: if another rank cannot save, an older one has to be left.
                 manager = tf.train.CheckpointManager(
-                    mine, str(folder), self._keep, checkpoint_name=self._name
+                    mine, str(folder), None, checkpoint_name=self._name
                 )
                 manager.save(checkpoint_number=number)
         self._next = number + 1
+        with job.together("CheckpointManager.save"):
+            if self._keep is not None and job.dp_rank() == 0:
+                _delete_older(folder, self._keep)
         return f"{self._name}-{number}"
 
     def restore(self, restore_prefix: str | None = None) -> str | None:
@@ -142,6 +150,26 @@ class CheckpointManager:
                 parts[name] = item
         parts.pop("save_counter", None)
         return tf.train.Checkpoint(**parts)
+
+
+def _delete_older(folder: Path, keep: int) -> None:
+    """Deletes all but the last `keep` checkpoints of a folder."""
+    state = tf.train.get_checkpoint_state(str(folder))
+    names = [Path(path).name for path in state.all_model_checkpoint_paths]
+    state.model_checkpoint_path = names[-1]
+    state.all_model_checkpoint_paths[:] = names[-keep:]
+    del state.all_model_checkpoint_timestamps[:-keep]
+    _write(folder / "checkpoint", str(state))
+    for name in names[:-keep]:
+        for file in folder.glob(f"{glob.escape(name)}.*"):
+            file.unlink()
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file, whole or not at all."""
+    written = path.with_name(f"{path.name}.new")
+    written.write_text(text)
+    os.replace(written, path)
 
 
 def _division() -> Any:

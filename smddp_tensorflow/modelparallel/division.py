@@ -22,6 +22,7 @@ __all__ = [
     "check_reads",
     "decide",
     "report",
+    "used_by_code",
 ]
 
 # Estimates for the partitioner; only their ratio counts.
@@ -245,17 +246,23 @@ def _by_hand(cfg: Configuration, model: Model) -> list[int | None]:
     return owners
 
 
-def changed_by_body(model: Model, found: Trace) -> list[Any]:
-    """Returns the handles of variables, not of the model, that code on rank 0 may assign to.
-
-    Such as those of metrics. They are in the same order on all ranks.
-    """
+def used_by_code(model: Model, found: Trace) -> list[Any]:
+    """Returns the handles of variables, not of the model, that code uses."""
     weights = {handle_of(weight) for own in model.own for weight in own}
+    return [one for one in found.used if id(one) not in weights and _has_values(one)]
+
+
+def changed_by_body(model: Model, found: Trace) -> list[Any]:
+    """Returns those that code on rank 0 may assign to, such as those of metrics.
+
+    They are in the same order on all ranks.
+    """
+    used = {id(handle) for handle in used_by_code(model, found)}
     return list(
         {
             id(handle): handle
             for handle, stack in found.changed
-            if id(handle) not in weights and model.home(stack) == 0 and _has_values(handle)
+            if id(handle) in used and model.home(stack) == 0
         }.values()
     )
 

@@ -16,7 +16,7 @@ from smddp_smp.errors import SMPError, SMPPartitionError, SMPUsageError
 from smddp_tensorflow import interrupts
 from smddp_tensorflow.modelparallel import job, layers
 from smddp_tensorflow.modelparallel import model as model_module
-from smddp_tensorflow.modelparallel.division import changed_by_body
+from smddp_tensorflow.modelparallel.division import changed_by_body, used_by_code
 from smddp_tensorflow.modelparallel.executor import Executor, Work
 from smddp_tensorflow.modelparallel.gradients import Gradient
 from smddp_tensorflow.modelparallel.trace import Trace, trace
@@ -148,12 +148,14 @@ class _Traced(NamedTuple):
         trains: does it ask for gradients?
         outline: of what it returns: a TensorSpec for each tensor.
         changed: see `changed_by_body`.
+        used: see `used_by_code`.
     """
 
     divided: Any
     trains: bool
     outline: Any
     changed: list[Any]
+    used: list[Any]
 
 
 class _Body:
@@ -177,11 +179,6 @@ class _Body:
         """Runs a step, or in a graph makes an operation that runs it."""
         if layers.current() is not None:
             raise SMPUsageError("a function under smp.step cannot call another one")
-        if self.signature is not None:
-            args = [
-                tf.cast(value, spec.dtype) if isinstance(spec, tf.TensorSpec) else value
-                for value, spec in zip(args, self.signature, strict=True)
-            ]
         traced, is_eager = self.traced, tf.executing_eagerly()
         if traced is None or not model_module.is_current(traced.divided):
             with tf.init_scope():
@@ -217,6 +214,13 @@ class _Body:
         return found, model_module.plan(model, found)
 
     def _parts(self, args: Any, kwargs: Any, count: int, pieces: Any) -> Any:
+        if self.signature is not None:
+            # What is traced may be symbolic, and cannot be converted where it is traced.
+            cast = tf.cast if pieces is _pieces else _cast_shape
+            args = [
+                cast(value, spec.dtype) if isinstance(spec, tf.TensorSpec) else value
+                for value, spec in zip(args, self.signature, strict=True)
+            ]
         return divide_arguments(self.function, args, kwargs, count, self.whole, self.axes, pieces)
 
     def _run(
@@ -303,7 +307,7 @@ class _Body:
         # The variables are arguments, so that the graph runs this after what assigns to them.
         handles = [
             *(as_tensor(one).handle for one in filter(divided.is_mine, divided.weights)),
-            *traced.changed,
+            *traced.used,
         ]
         made = tf.py_function(
             run, [*(leaves[place] for place in places), *handles], [spec.dtype for spec in specs]
@@ -358,7 +362,10 @@ def _traced(found: Trace, planned: Any) -> _Traced:
         lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf,
         found.result,
     )
-    return _Traced(planned, found.trains, outline, changed_by_body(planned.model, found))
+    return _Traced(
+        *(planned, found.trains, outline),
+        *(changed_by_body(planned.model, found), used_by_code(planned.model, found)),
+    )
 
 
 def _own(value: Any, mine: set[int]) -> Any:
@@ -428,6 +435,10 @@ def _pieces(name: str, value: Any, count: int, whole: bool, axis: int) -> list[A
     ]
 
 
+def _cast_shape(value: Any, dtype: tf.DType) -> tf.TensorSpec:
+    return tf.TensorSpec(tf.convert_to_tensor(value).shape, dtype)
+
+
 def _shapes(name: str, value: Any, count: int, whole: bool, axis: int) -> list[Any]:
     """Returns what `_pieces` does, with type and shape in place of tensors; also of symbolic ones.
 
@@ -435,7 +446,7 @@ def _shapes(name: str, value: Any, count: int, whole: bool, axis: int) -> list[A
     """
 
     def divide(leaf: Any) -> Any:
-        if not isinstance(leaf, tf.Tensor | np.ndarray):
+        if not isinstance(leaf, tf.Tensor | tf.TensorSpec | np.ndarray):
             return leaf
         shape = None if leaf.shape is None else list(tf.TensorShape(leaf.shape))
         if not whole and shape is not None and -len(shape) <= axis < len(shape):

@@ -31,6 +31,7 @@ class Trace:
         size: bytes of these results.
         reads: for each variable that was read or assigned: the id of its handle, and the layers
             whose code did it, from the outermost to the innermost; empty for the step's function.
+        used: the handles of these variables.
         changed: the handles of variables that may be assigned to, and the same layers.
         trains: did the function ask for gradients?
         result: what the function returned.
@@ -40,6 +41,7 @@ class Trace:
     elements: dict[int, int] = dataclasses.field(default_factory=dict)
     size: dict[int, int] = dataclasses.field(default_factory=dict)
     reads: list[tuple[int, tuple[Any, ...]]] = dataclasses.field(default_factory=list)
+    used: list[Any] = dataclasses.field(default_factory=list)
     changed: list[tuple[Any, tuple[Any, ...]]] = dataclasses.field(default_factory=list)
     trains: bool = False
     result: Any = None
@@ -86,6 +88,7 @@ class Tracer:
     def add_reads(self) -> None:
         """Finds which variables the operations use."""
         handles = {place.name: handle for handle, place in self._graph.captures}
+        self.found.used = [one for one in handles.values() if one.dtype == tf.resource]
         borders = iter([*self.borders[1:], (len(self._graph.get_operations()) + 1, ())])
         stack, (until, following) = (), next(borders)
         for number, operation in enumerate(self._graph.get_operations()):

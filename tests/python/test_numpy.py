@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ranks
+import torch
 
 import smddp_numpy
 from smddp_numpy import Op
@@ -189,6 +190,27 @@ def message_of(call: Any) -> str:
     return ""
 
 
+def foreign() -> None:
+    """Tensors of torch come through DLPack, without a copy."""
+    world = smddp_numpy.init()
+    mine = torch.arange(4, dtype=torch.float64) + world.rank
+    np.testing.assert_array_equal(world.allreduce(mine), [1.0, 3.0, 5.0, 7.0])
+    result = torch.empty(4, dtype=torch.float64)
+    world.allreduce(mine, out=result)
+    assert result.tolist() == [1.0, 3.0, 5.0, 7.0]
+    world.broadcast(mine, 1)
+    assert mine.tolist() == [1.0, 2.0, 3.0, 4.0]
+    # On every rank, although only on rank 0 both begin at one address.
+    both = np.ones((2, 3))
+    with pytest.raises(ValueError, match="overlap"):
+        world.reduce_scatter(both, out=both[world.rank])
+    world.leave()
+
+
+def test_arrays_of_others() -> None:
+    ranks.check_ranks(foreign, "2")
+
+
 def misuse() -> None:
     world = smddp_numpy.init()
     x = np.ones((2, 3))
@@ -201,6 +223,7 @@ def misuse() -> None:
         (lambda: world.broadcast(frozen, 1 - world.rank), "ValueError: smddp: an array that is"),
         (lambda: world.broadcast([1], 1 - world.rank), "TypeError: smddp: the result cannot be"),
         (lambda: world.broadcast(x, 5), "ValueError: smddp: the root, 5, is no rank of a group"),
+        (lambda: world.broadcast(x, 2**32), "ValueError: smddp: 4294967296 is too large"),
         (
             lambda: world.reduce_scatter(np.ones((3, 2))),
             "ValueError: smddp: the array needs a part",
@@ -210,6 +233,10 @@ def misuse() -> None:
         (lambda: world.send(x, world.rank), "ValueError: smddp: a rank cannot send to itself"),
         (lambda: world.send(x, 7), "ValueError: smddp: the peer is no rank of the group"),
         (lambda: world.send(x, 1 - world.rank, tag=-1), "ValueError: smddp: the tag is negative"),
+        (
+            lambda: world.send(x, 1 - world.rank, tag=2**32),
+            "ValueError: smddp: 4294967296 is too large",
+        ),
         (lambda: world.barrier(timeout=0), "ValueError: smddp: a timeout of 0 seconds"),
         (lambda: world.split([0, 0]), "ValueError: smddp: a rank is named twice"),
         (lambda: world.split([9]), "ValueError: smddp: 9 is no rank of a group of 2"),

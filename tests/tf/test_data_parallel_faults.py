@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import signal
@@ -130,6 +131,50 @@ def test_collectives_have_gradients(compiler: str, tmp_path: Path) -> None:
     jobs.run(differentiated, "2", env=env, timeout=120)
 
 
+def nested() -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=60)
+    me, size = sdp.rank(), sdp.size()
+    variable = tf.Variable([1.0, 2.0, 3.0])
+
+    def late(x: Any) -> Any:
+        time.sleep(0.3 * me)
+        return x
+
+    @tf.function
+    def inner() -> Any:
+        value = tf.ensure_shape(tf.py_function(late, [variable * 1.0], tf.float32), [3])
+        return sdp.oob_allreduce(value)
+
+    other = tf.Variable(1.0)
+
+    @tf.function
+    def outer(flag: Any) -> Any:
+        first = inner()  # one variable
+        second = sdp.oob_allreduce(tf.constant([me + 1.0]))  # none
+        third = tf.cond(flag, lambda: sdp.broadcast(other * (me + 1.0), 1), lambda: other * 1.0)
+        return first, second, third, sdp.allgather(tf.constant([[me]]))
+
+    for flag in (True, False):
+        first, second, third, fourth = outer(tf.constant(flag))
+        assert first.numpy().tolist() == [1, 2, 3]
+        assert float(second[0]) == (size + 1) / 2
+        assert float(third) == (2 if flag else 1)
+        assert fourth.numpy().ravel().tolist() == list(range(size))
+    sdp.shutdown()
+
+
+@pytest.mark.parametrize(
+    "compiler", ["c++", pytest.param("/bin/false", marks=pytest.mark.slow)], ids=["c++", "none"]
+)
+def test_nested_functions_keep_the_order_of_the_program(compiler: str, tmp_path: Path) -> None:
+    env = {} if compiler == "c++" else {"CXX": compiler, "XDG_CACHE_HOME": str(tmp_path)}
+    jobs.run(nested, "2", env=env, timeout=120)
+
+
 # --- failures -------------------------------------------------------------------------------------
 
 
@@ -215,6 +260,83 @@ def test_ctrl_c_ends_a_wait(how: str, tmp_path: Path) -> None:
     assert seconds < 5, seconds
 
 
+def left_on_another_thread() -> None:
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=100)
+    thread = threading.Thread(target=sdp.shutdown)
+    thread.start()
+    thread.join()
+    assert not sdp.is_initialized()
+    # Python still writes numbers of signals to the descriptor of before: it must be no other file.
+    pipes = [os.pipe() for _ in range(20)]
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(0.2)
+    for reader, _ in pipes:
+        os.set_blocking(reader, False)
+        with pytest.raises(BlockingIOError):
+            os.read(reader, 10)
+    from smddp_tensorflow import job
+
+    real = job.operations
+    job.operations = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        sdp.init(timeout=100)
+    job.operations = real
+    sdp.init(timeout=100)
+    sdp.shutdown()
+
+
+def test_a_job_ends_on_any_thread_and_after_an_error() -> None:
+    jobs.run(left_on_another_thread, "1", timeout=120)
+
+
+def unbuilt() -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=60)
+    optimizer = sdp.DistributedOptimizer(tf.keras.optimizers.SGD(0.1))
+    variables = [tf.keras.Variable([1.0]), tf.keras.Variable([2.0])]
+    gradients = [tf.constant([1.0]), tf.constant([1.0])]
+    with pytest.raises(ValueError, match="must already be built"):
+        optimizer.apply(gradients)
+    optimizer.build(variables)
+    with pytest.raises(ValueError, match="must match"):
+        optimizer.apply(gradients[:1])
+    optimizer.apply(gradients)
+    np.testing.assert_allclose(variables[1].numpy(), [1.9])
+    sdp.shutdown()
+
+
+def test_gradients_without_a_variable_each() -> None:
+    jobs.run(unbuilt, "1", timeout=120)
+
+
+def measured() -> None:
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=100)
+    me = sdp.rank()
+    average = sdp.AverageMetrics().on_epoch_end
+    logs: dict[str, Any] = {"loss": float(me), "f1": np.array([1.0, 3.0]) * me}
+    average(0, logs)
+    assert logs.pop("loss") == 0.5
+    assert logs.pop("f1").tolist() == [0.5, 1.5]
+    average(1, logs)
+    average(2, None)
+    other = {"val_loss": 1.0} if me else {}
+    with pytest.raises(ValueError, match=rf"rank {me} has the metrics .* rank\(s\) \[{1 - me}\]"):
+        average(3, {"loss": 1.0, **other})
+    sdp.shutdown()
+
+
+def test_metrics_that_differ_between_ranks() -> None:
+    jobs.run(measured, "2", timeout=120)
+
+
 def killed() -> float | None:
     import tensorflow as tf
 
@@ -296,6 +418,28 @@ def test_one_rank_of_a_host_compiles(tmp_path: Path) -> None:
     assert (tmp_path / "calls").read_text() == "x"
 
 
+def with_a_library_that_does_not_load() -> None:
+    from smddp_tensorflow import kernels
+
+    found = kernels.load()
+    assert found is not None
+    folder = Path(os.environ["EMPTY"])
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    broken = folder / "smddp" / Path(found.library._name).name
+    broken.parent.mkdir()
+    broken.write_bytes(b"no library")
+    compiled = []
+    kernels._compile = lambda *given: compiled.append(given)
+    with pytest.warns(RuntimeWarning, match="has no operations"):
+        assert kernels.load.__wrapped__() is None
+    ((_, target),) = compiled
+    assert target == broken
+
+
+def test_a_library_that_does_not_load_is_made_again(tmp_path: Path) -> None:
+    jobs.run(with_a_library_that_does_not_load, "1", env={"EMPTY": str(tmp_path)}, timeout=120)
+
+
 def unwritable(folder: str) -> str:
     import tempfile
 
@@ -348,7 +492,7 @@ def scaled() -> list[Any]:
 
 @jobs.BOTH_KERAS
 def test_all_ranks_skip_the_same_steps(env: Any) -> None:
-    first, second = jobs.run(scaled, "2", env=env, timeout=120)
+    first, second = jobs.run(scaled, "2", env=env)
     assert first == second
     assert np.isfinite(first).all()
     # The initial scale is too large for one step, or none, and the second step is skipped.
@@ -406,6 +550,11 @@ def unused() -> None:
     for how in (gradients, tf.function(gradients)):
         one, none, other = how()
         assert (float(one[0]), none, float(other[0])) == (2.0, None, 2.0)
+    with tf.GradientTape() as tape:
+        loss = first * 4.0
+    zero = tf.UnconnectedGradients.ZERO
+    tape = sdp.DistributedGradientTape(tape)
+    assert float(tape.gradient(loss, constant, unconnected_gradients=zero)[0]) == 0.0
     optimizer = sdp.DistributedOptimizer(tf.keras.optimizers.SGD(1.0))
     optimizer.apply_gradients([(constant if me else None, first), (constant, second)])
     assert (float(first[0]), float(second[0])) == (0.5, 0.0)
@@ -457,6 +606,9 @@ def test_graphs_of_tensorflow_1() -> None:
     jobs.run(old_graph, "2", timeout=120)
 
 
+Pair = collections.namedtuple("Pair", ["first", "second"])
+
+
 def sharded() -> None:
     import tensorflow as tf
 
@@ -470,6 +622,7 @@ def sharded() -> None:
         ((numbers, numbers * 2), lambda pair: int(pair[1]) // 2),
         ({"a": numbers}, lambda named: int(named["a"])),
         ((numbers,), lambda alone: int(alone[0])),
+        (Pair(numbers, numbers * 2), lambda pair: int(pair.second) // 2),
     ):
         for known in (True, False):
             dataset = of(given)
@@ -487,6 +640,31 @@ def sharded() -> None:
 
 def test_shards_are_equally_long() -> None:
     jobs.run(sharded, "2", timeout=60)
+
+
+def averaged_metrics() -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=60)
+    logs = {"one": 1.0 + sdp.rank(), "classes": np.array([0.0, 2.0]) * sdp.rank()}
+    sdp.AverageMetrics().on_epoch_end(0, logs)
+    assert logs["one"] == 1.5
+    assert isinstance(logs["one"], float)
+    np.testing.assert_array_equal(logs["classes"], [0.0, 1.0])
+
+    @tf.function
+    def rows(x: Any) -> Any:
+        return tf.ensure_shape(x, [None, 3]), sdp.allgather(x)
+
+    # The number of ranks is known while a function is traced.
+    assert rows.get_concrete_function(tf.ones((4, 3))).structured_outputs[1].shape == (2, 4, 3)
+    sdp.shutdown()
+
+
+def test_metrics_of_each_class_and_static_shapes() -> None:
+    jobs.run(averaged_metrics, "2", timeout=60)
 
 
 # --- values ---------------------------------------------------------------------------------------

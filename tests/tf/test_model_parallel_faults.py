@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import signal
@@ -111,6 +112,28 @@ def steps() -> None:
     for one, other in zip(check(x), tf.function(check)(x), strict=True):
         np.testing.assert_array_equal(one, other)
 
+    factor = tf.Variable(1.0, trainable=False)
+    multiplied = smp.step(lambda rows: tf.reduce_sum(model(rows)) * 0 + factor)
+
+    @tf.function
+    def in_order(value: Any) -> Any:
+        factor.assign(value)
+        made = multiplied(x).reduce_mean()
+        factor.assign(-1.0)
+        return made
+
+    assert [float(in_order(tf.constant(float(n)))) for n in range(20)] == list(range(20))
+
+    signed = smp.step(input_signature=[tf.TensorSpec([None, 3])])(lambda rows: model(rows))
+    expected_rows = signed(x).merge()
+    begun = time.monotonic()
+    text = error_of(signed, *([x, x] if rank else [x]))
+    assert "argument 2 is shorter" in text, text
+    assert time.monotonic() - begun < 30
+    merged = tf.function(lambda rows: signed(rows).merge())
+    for made in (merged(x), merged(tf.cast(x, tf.float64)), signed(x.numpy().tolist()).merge()):
+        np.testing.assert_allclose(made, expected_rows, rtol=1e-6)
+
     scaled = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD(0.1))
     text = error_of(
         smp.step(
@@ -133,11 +156,39 @@ def steps() -> None:
     assert "was traced before smp.shutdown()" in text, text
     assert len(step(x, False).outputs) == 4
     smp.shutdown()
+    deadline = time.monotonic() + 20
+    while any(thread.name == "smp-task" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @jobs.BOTH_KERAS
 def test_steps(env: Any) -> None:
     jobs.run(steps, "2", env=env, timeout=120)
+
+
+def slow() -> None:
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+    from smddp_tensorflow.modelparallel.channel import Channel
+
+    take = Channel.take
+
+    def late(self: Any, block: bool) -> Any:
+        time.sleep(0.2)
+        return take(self, block)
+
+    model = model_of(smp, tf, partitions=3)
+    model.three = tf.keras.layers.Dense(2)
+    if smp.rank() == 2:
+        Channel.take = late
+    assert smp.step(lambda rows: model.three(model(rows)))(tf.ones((4, 3))).merge().shape == (4, 2)
+    smp.shutdown()
+
+
+def test_shutdown_waits_for_the_end_of_a_step() -> None:
+    jobs.run(slow, "3", timeout=60)
 
 
 def unsaved(folder: str) -> list[str]:
@@ -164,6 +215,16 @@ def unsaved(folder: str) -> list[str]:
     smp.barrier()
     found.append(error_of(model.save_model, f"{place}/model"))
     smp.barrier()
+    last = smp.CheckpointManager(smp.Checkpoint(model=model), f"{place}/last", max_to_keep=1)
+    assert (last.save(), last.save()) == ("ckpt-1", "ckpt-2")
+    assert not list(place.glob("last/*/ckpt-1.*"))
+    save = tf.train.CheckpointManager.save
+    if smp.rank() == 1:
+        tf.train.CheckpointManager.save = None
+    assert "NoneType" in error_of(last.save)
+    tf.train.CheckpointManager.save = save
+    assert (last.restore(), last.save(), last.restore()) == ("ckpt-2", "ckpt-3", "ckpt-3")
+    assert not list(place.glob("last/*/ckpt-2.*"))
     smp.shutdown()
     return found
 
@@ -177,6 +238,64 @@ def test_a_rank_that_cannot_save_or_restore(tmp_path: Path) -> None:
     assert "SMPPeerError" not in first[2] != "nothing", first[2]
     assert "SMPPeerError: save_model has failed on rank 0" in second[2], second[2]
     assert json.loads((tmp_path / "good" / "partition_0" / "division.json").read_text())
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def of_complex_numbers(distributed: bool) -> Any:
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    dense = tf.keras.layers.Dense
+    base, partition = tf.keras.Model, contextlib.nullcontext
+    if distributed:
+        config = {"microbatches": 1, "auto_partition": False, "default_partition": 0}
+        smp.init({**TWO, **config}, timeout=60)
+        base, partition = smp.DistributedModel, smp.partition
+    tf.keras.utils.set_random_seed(3)
+
+    class Complex(tf.keras.layers.Layer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = dense(3)
+
+        def call(self, x: Any) -> Any:
+            return tf.complex(self.inner(tf.math.real(x)), tf.math.imag(x))
+
+    class Model(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = dense(3)
+            with partition(1):
+                self.second = Complex()
+
+        def call(self, x: Any) -> Any:
+            x = self.first(x)
+            return tf.abs(self.second(tf.complex(x, 2.0 * x)))
+
+    model, x = Model(), tf.reshape(tf.range(12.0), (4, 3))
+    if not distributed:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x))
+        return [one.numpy() for one in tape.gradient(loss, model.trainable_variables)]
+    optimizer = tf.keras.optimizers.SGD(0.1)
+
+    @smp.step
+    def gradients(rows: Any) -> Any:
+        return optimizer.get_gradients(tf.reduce_sum(model(rows)), model.trainable_variables)
+
+    made = [one.accumulate().numpy() for one in gradients(x)]
+    smp.shutdown()
+    return made
+
+
+def test_complex_numbers_have_gradients() -> None:
+    (expected,) = jobs.run(of_complex_numbers, "1", False)
+    first, second = jobs.run(of_complex_numbers, "2", True)
+    for one, other in zip([*first, *second], expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------

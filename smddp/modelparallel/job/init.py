@@ -149,6 +149,7 @@ def shutdown() -> None:
     if not state.initialized:
         return
     owns = state.owns_default_group
+    state.close()
     state.groups.close()
     state.clear()
     if owns and dist.is_initialized():

@@ -8,7 +8,7 @@ do not know `state`.
 from __future__ import annotations
 
 import weakref
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from smddp.modelparallel.job.groups import Groups
 from smddp_smp.config import Configuration
@@ -20,6 +20,13 @@ __all__ = ["State", "state"]
 _Kind = TypeVar("_Kind")
 
 _FIRST = "call smp.init() first"
+
+
+class Closable(Protocol):
+    """What lives until `smp.shutdown`."""
+
+    def close(self) -> None:
+        """Ends it."""
 
 
 class _ModuleManager:
@@ -59,7 +66,7 @@ class State:
         self.owns_default_group = False
         self.model: weakref.ref[Any] | None = None
         self.optimizers: list[weakref.ref[Any]] = []
-        self._kept: dict[type[Any], Any] = {}
+        self._kept: dict[type[Any], Closable] = {}
         self.tracing = False
         self.in_step = False
 
@@ -103,14 +110,18 @@ class State:
         """Returns the script's last smp.DistributedOptimizer; None if there is none."""
         return next(reversed(self.current_optimizers()), None)
 
-    def keep(self, thing: object) -> None:
-        """Keeps an object until `smp.shutdown`, one of each class."""
+    def keep(self, thing: Closable) -> None:
+        """Keeps an object until `smp.shutdown`, which closes it; one of each class."""
         self._kept[type(thing)] = thing
 
     def kept(self, kind: type[_Kind]) -> _Kind | None:
         """Returns the object of a class that was kept; None if there is none."""
-        thing: _Kind | None = self._kept.get(kind)
-        return thing
+        return cast("_Kind | None", self._kept.get(kind))
+
+    def close(self) -> None:
+        """Closes what is kept."""
+        for thing in self._kept.values():
+            thing.close()
 
     @property
     def param_index_to_name_tp_group(self) -> list[dict[int, str]]:

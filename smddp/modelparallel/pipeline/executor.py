@@ -159,6 +159,10 @@ class Executor:
         self.caller.forget()
         self.server.adopt(modules)
 
+    def close(self) -> None:
+        """Ends the threads; between steps."""
+        self.baton.close()
+
     def finish(self) -> None:
         """Lets the thread in `run` go on; the last task of rank 0 calls this."""
         self.ending.over.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,7 +18,7 @@ from ranks import arrive, await_ranks, check_ranks, run_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp_smp.errors import SMPUsageError
+from smddp_smp.errors import SMPError, SMPUsageError
 from smdistributed.modelparallel.torch.model import DistributedModel
 from smdistributed.modelparallel.torch.step import step as step_by_path
 
@@ -704,3 +705,37 @@ def test_no_partition_goes_on_without_another_whose_hook_has_failed() -> None:
     for seen in (zero, one, two, three):
         assert isinstance(seen[0], float)
         assert [name for name, _ in seen[2:]] == ["SMPPeerError", "SMPPeerError"]
+
+
+@smp.step
+def squared_or_failing(model: Any, x: torch.Tensor, fails: bool) -> torch.Tensor:
+    if fails:
+        raise ValueError("the body")
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def jobs_one_after_another() -> tuple[list[int], list[int]]:
+    """Returns how many threads there were after each job, and how many executors are left."""
+    threads = []
+    for number in range(4):
+        smp.init({**MANUAL, "partitions": 2, "microbatches": 2})
+        model, _ = build()
+        x = torch.ones(4, 4)
+        squared_or_failing(model, x, False)
+        if number % 2:
+            with pytest.raises(SMPError):
+                squared_or_failing(model, x, True)
+        del model
+        smp.shutdown()
+        gc.collect()
+        threads.append(threading.active_count())
+    executors = [type(one) for one in gc.get_objects() if type(one).__name__ == "Executor"]
+    return threads, [len(executors)]
+
+
+def test_jobs_one_after_another_leave_no_threads() -> None:
+    for threads, (executors,) in check_ranks(jobs_one_after_another, "2"):
+        assert len(set(threads)) == 1, threads
+        assert executors <= 1
