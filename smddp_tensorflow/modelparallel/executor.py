@@ -389,7 +389,7 @@ class Executor:
         wanted = [
             place
             for place, tensor in enumerate(tensors if records else ())
-            if tensor.dtype.is_floating and record.should_record_backprop([tensor])
+            if _has_gradient(tensor) and record.should_record_backprop([tensor])
         ]
         path = frame.next_path()
         identity = next(self._numbers)
@@ -400,7 +400,7 @@ class Executor:
         )
         results = list(answer.tensors)
         if records:
-            places = [place for place, one in enumerate(results) if one.dtype.is_floating]
+            places = [place for place, one in enumerate(results) if _has_gradient(one)]
             inputs = [tensors[place] for place in wanted]
             made = self._join(frame, identity, owner, name, inputs, [results[i] for i in places])
             for place, one in zip(places, made, strict=True):
@@ -468,7 +468,7 @@ class Executor:
             result = layer(*args, **kwargs)
         outline, tensors = pack(result)
         if records:
-            outputs = [one for one in tensors if one.dtype.is_floating]
+            outputs = [one for one in tensors if _has_gradient(one)]
             self._kept[message.sender, identity] = _Kept(frame, inputs, outputs)
         self._send(message.sender, Kind.RESULT, (identity, outline), tensors)
 
@@ -594,6 +594,10 @@ class Executor:
 def _reason(error: BaseException) -> BaseException:
     """Returns an exception that other ranks may get, for one that ends this process."""
     return error if isinstance(error, Exception) else SMPError(f"interrupted: {error!r}")
+
+
+def _has_gradient(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
 def _sum(one: Any, other: Any) -> Any:

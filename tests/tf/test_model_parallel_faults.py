@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import signal
@@ -177,6 +178,64 @@ def test_a_rank_that_cannot_save_or_restore(tmp_path: Path) -> None:
     assert "SMPPeerError" not in first[2] != "nothing", first[2]
     assert "SMPPeerError: save_model has failed on rank 0" in second[2], second[2]
     assert json.loads((tmp_path / "good" / "partition_0" / "division.json").read_text())
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def of_complex_numbers(distributed: bool) -> Any:
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    dense = tf.keras.layers.Dense
+    base, partition = tf.keras.Model, contextlib.nullcontext
+    if distributed:
+        config = {"microbatches": 1, "auto_partition": False, "default_partition": 0}
+        smp.init({**TWO, **config}, timeout=60)
+        base, partition = smp.DistributedModel, smp.partition
+    tf.keras.utils.set_random_seed(3)
+
+    class Complex(tf.keras.layers.Layer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = dense(3)
+
+        def call(self, x: Any) -> Any:
+            return tf.complex(self.inner(tf.math.real(x)), tf.math.imag(x))
+
+    class Model(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = dense(3)
+            with partition(1):
+                self.second = Complex()
+
+        def call(self, x: Any) -> Any:
+            x = self.first(x)
+            return tf.abs(self.second(tf.complex(x, 2.0 * x)))
+
+    model, x = Model(), tf.reshape(tf.range(12.0), (4, 3))
+    if not distributed:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x))
+        return [one.numpy() for one in tape.gradient(loss, model.trainable_variables)]
+    optimizer = tf.keras.optimizers.SGD(0.1)
+
+    @smp.step
+    def gradients(rows: Any) -> Any:
+        return optimizer.get_gradients(tf.reduce_sum(model(rows)), model.trainable_variables)
+
+    made = [one.accumulate().numpy() for one in gradients(x)]
+    smp.shutdown()
+    return made
+
+
+def test_complex_numbers_have_gradients() -> None:
+    (expected,) = jobs.run(of_complex_numbers, "1", False)
+    first, second = jobs.run(of_complex_numbers, "2", True)
+    for one, other in zip([*first, *second], expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------
