@@ -37,7 +37,9 @@ _models: list[DistributedModel] = []
 def register_post_partition_hook(hook: Callable[[], Any]) -> Callable[[], Any]:
     """Runs a function without arguments once, when the model has been divided; a decorator.
 
-    That is in the first call of a step, before its microbatches run; at once if it has been.
+    That is in the first call of a step, before its microbatches run; at once if it has been. If a
+    function raises an error, that call fails on all ranks; the model stays divided, and no function
+    runs again.
     """
     if _models and _models[-1]._divided is not None:
         hook()
@@ -248,6 +250,8 @@ def divide(model: DistributedModel, planned: _Divided) -> None:
 
     Raises:
         SMPPartitionError: the model is not the same on all ranks.
+        SMPPeerError: on another rank a function of `register_post_partition_hook` has failed, or it
+            is gone; on that, its own error.
     """
     if model._divided is planned:
         return
@@ -266,8 +270,9 @@ def divide(model: DistributedModel, planned: _Divided) -> None:
             variable.assign(job.group("dp").broadcast(np.array(variable.numpy()), 0))
     hooks = list(_hooks)
     _hooks.clear()
-    for hook in hooks:
-        hook()
+    with job.together("a function of smp.register_post_partition_hook"):
+        for hook in hooks:
+            hook()
 
 
 def _free(variable: Any, name: str) -> None:

@@ -1,0 +1,61 @@
+"""`smdistributed.modelparallel.tensorflow`: arguments, results and failures of a step."""
+
+from __future__ import annotations
+
+import time
+import types
+from typing import Any
+
+import jobs
+import numpy as np
+from jobs import error_of
+from test_model_parallel_faults import model_of
+
+
+def begun(smp: Any, tf: Any, **config: Any) -> tuple[Any, Any]:
+    """Begins a job; returns a model that has run, and a batch for it."""
+    model = model_of(smp, tf, **config)
+    x = tf.reshape(tf.range(24.0), (8, 3))
+    smp.step(lambda rows: model(rows))(x)
+    return model, x
+
+
+# --- one rank fails -------------------------------------------------------------------------------
+
+
+def failing() -> list[str]:
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+    from smddp_tensorflow.modelparallel import model as module
+
+    model = model_of(smp, tf)
+    x, found, ran = tf.ones((4, 3)), [], []
+
+    @smp.register_post_partition_hook
+    def hook() -> None:
+        ran.append(len(model.trainable_variables))
+        if smp.rank() == 1:
+            raise KeyError("this rank only")
+
+    step = smp.step(lambda rows: model(rows))
+    since = time.monotonic()
+    found.append(error_of(step, x))
+    assert step(x).merge().shape == (4, 2)
+    assert ran == [2]  # the model was divided before, and the hook does not run again
+    if smp.rank() == 0:
+        module.np = types.SimpleNamespace(asarray=np.asarray)  # type: ignore[attr-defined]
+    found.append(error_of(model.save_model, "nowhere"))
+    assert step(x).merge().shape == (4, 2)
+    assert time.monotonic() - since < 40
+    smp.shutdown()
+    return found
+
+
+def test_hooks_and_save_model_fail_on_all_ranks() -> None:
+    first, second = jobs.run(failing, "2", timeout=240)
+    what = "a function of smp.register_post_partition_hook has failed on rank 1: KeyError"
+    assert first[0].startswith(f"SMPPeerError: {what}"), first[0]
+    assert second[0] == "KeyError: 'this rank only'"
+    assert "has no attribute 'empty'" in first[1], first[1]
+    assert "SMPPeerError: save_model has failed on rank 0: AttributeError" in second[1], second[1]
