@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import types
+from pathlib import Path
 from typing import Any
 
 import jobs
@@ -23,7 +24,7 @@ def begun(smp: Any, tf: Any, **config: Any) -> tuple[Any, Any]:
 # --- one rank fails -------------------------------------------------------------------------------
 
 
-def failing() -> list[str]:
+def failing(folder: str) -> tuple[list[str], Any]:
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
@@ -48,12 +49,27 @@ def failing() -> list[str]:
     found.append(error_of(model.save_model, "nowhere"))
     assert step(x).merge().shape == (4, 2)
     assert time.monotonic() - since < 40
+    module.np = np  # type: ignore[attr-defined]
+    model.save_model(folder)
+    result = step(x).merge().numpy()
     smp.shutdown()
-    return found
+    return found, result
 
 
-def test_hooks_and_save_model_fail_on_all_ranks() -> None:
-    first, second = jobs.run(failing, "2", timeout=240)
+def loaded(folder: str) -> Any:
+    """Returns what a saved model predicts, in a process without smp."""
+    import tensorflow as tf
+
+    model = tf.saved_model.load(folder)
+    return model.serve(tf.ones((4, 3))).numpy()
+
+
+@jobs.BOTH_KERAS
+def test_hooks_and_save_model(env: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    (first, result), (second, _) = jobs.run(failing, "2", folder, env=env, timeout=240)
+    (found,) = jobs.run(loaded, "1", folder, env=env)
+    np.testing.assert_allclose(found, result, rtol=1e-6)
     what = "a function of smp.register_post_partition_hook has failed on rank 1: KeyError"
     assert first[0].startswith(f"SMPPeerError: {what}"), first[0]
     assert second[0] == "KeyError: 'this rank only'"
