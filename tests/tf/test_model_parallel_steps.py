@@ -10,7 +10,7 @@ from typing import Any
 import jobs
 import numpy as np
 from jobs import error_of
-from test_model_parallel_faults import model_of
+from test_model_parallel_faults import TWO, model_of
 
 
 def begun(smp: Any, tf: Any, **config: Any) -> tuple[Any, Any]:
@@ -75,3 +75,40 @@ def test_hooks_and_save_model(env: Any, tmp_path: Path) -> None:
     assert second[0] == "KeyError: 'this rank only'"
     assert "has no attribute 'empty'" in first[1], first[1]
     assert "SMPPeerError: save_model has failed on rank 0: AttributeError" in second[1], second[1]
+
+
+def half() -> None:
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+    from smddp_tensorflow.modelparallel import job
+    from smddp_tensorflow.modelparallel.channel import Channel, Kind
+
+    smp.init(TWO, timeout=60)
+    group, values = job.group("channel"), tf.range(10000)
+    channel = Channel(group, 60)
+    send = group.send
+
+    def late(array: Any, peer: int, tag: int, **how: Any) -> Any:
+        if tag == 2:
+            smp.barrier()  # the first part has been sent
+            smp.barrier()  # rank 0 has stopped to wait for this one
+        return send(array, peer, tag=tag, **how)
+
+    if smp.rank() == 1:
+        group.send = late
+        channel.send(0, Kind.BEGIN, 1, None, [values])
+        channel.flush()
+    else:
+        smp.barrier()
+        channel.interrupt()
+        assert channel.take(True) == []
+        smp.barrier()
+        (message,) = channel.take(True)
+        assert (message.sender, message.step) == (1, 1)
+        np.testing.assert_array_equal(message.tensors[0], values)
+    smp.barrier()
+
+
+def test_half_a_message_does_not_block() -> None:
+    jobs.run(half, "2", timeout=120)
