@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.util import nest
 
 import smddp_numpy
-from smddp_smp.arguments import check_divisible, divide_arguments
+from smddp_smp.arguments import bind, check_divisible, divide_arguments
 from smddp_smp.errors import SMPError, SMPPartitionError, SMPUsageError
 from smddp_tensorflow import interrupts
 from smddp_tensorflow.modelparallel import job, layers
@@ -102,7 +103,9 @@ def step(
             other values, in lists, tuples or dicts.
         non_split_inputs: names of arguments that are not divided.
         input_split_axes: along which dimension to divide, by name; 0 for the others.
-        input_signature: of the positional arguments; they are converted to it.
+        input_signature: a tf.TensorSpec, or a nested structure of them, for each argument that can
+            be positional and has no default. They may be passed by name. They are converted to
+            tensors of these types; their shapes have to fit, before they are divided.
         options: other arguments of tf.function; without effect.
 
     Returns:
@@ -113,7 +116,8 @@ def step(
 
     Raises:
         TypeError: an option is no argument of tf.function.
-        SMPUsageError: an argument cannot be divided.
+        SMPUsageError: the function has other arguments than `input_signature`; an argument cannot
+            be divided, or does not fit it.
         SMPPartitionError: the model cannot be divided as asked.
         SMPMicrobatchError: code of the step has failed, on any rank.
         SMPPeerError: another rank is gone, or has failed.
@@ -170,18 +174,14 @@ class _Body:
         axes: Mapping[str, int],
         signature: Sequence[Any] | None,
     ) -> None:
-        self.function, self.whole, self.axes, self.signature = function, whole, axes, signature
+        self.function, self.whole, self.axes = function, whole, axes
+        self.specs = {} if signature is None else bind(function, signature, {}).arguments
         self.traced: _Traced | None = None
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs a step, or in a graph makes an operation that runs it."""
         if layers.current() is not None:
             raise SMPUsageError("a function under smp.step cannot call another one")
-        if self.signature is not None:
-            args = [
-                tf.cast(value, spec.dtype) if isinstance(spec, tf.TensorSpec) else value
-                for value, spec in zip(args, self.signature, strict=True)
-            ]
         traced, is_eager = self.traced, tf.executing_eagerly()
         if traced is None or not model_module.is_current(traced.divided):
             with tf.init_scope():
@@ -217,6 +217,12 @@ class _Body:
         return found, model_module.plan(model, found)
 
     def _parts(self, args: Any, kwargs: Any, count: int, pieces: Any) -> Any:
+        if self.specs:
+            bound = bind(self.function, args, kwargs)
+            for name, spec in self.specs.items():
+                if name in bound.arguments:
+                    bound.arguments[name] = _fitted(name, bound.arguments[name], spec)
+            args, kwargs = bound.args, bound.kwargs
         return divide_arguments(self.function, args, kwargs, count, self.whole, self.axes, pieces)
 
     def _run(
@@ -405,6 +411,35 @@ def _average(values: dict[int, StepOutput], variables: Sequence[Any]) -> None:
             values[number] = StepOutput([mean] * len(values[number].outputs))
 
 
+def _fitted(name: str, value: Any, specs: Any) -> Any:
+    """Converts an argument to its part of an `input_signature`.
+
+    A symbolic tensor of another type becomes a tf.TensorSpec: it cannot be converted where a step
+    is traced, and only its shape counts there.
+
+    Raises:
+        SMPUsageError: it does not fit.
+    """
+
+    def fit(spec: Any, leaf: Any) -> Any:
+        if isinstance(spec, tf.TensorSpec):
+            is_symbolic = tf.is_tensor(leaf) and not hasattr(leaf, "numpy")
+            if not is_symbolic:
+                leaf = tf.cast(leaf, spec.dtype)
+            elif leaf.dtype != spec.dtype:
+                leaf = tf.TensorSpec(leaf.shape, spec.dtype)
+        if isinstance(spec, tf.TypeSpec) and not spec.is_compatible_with(leaf):
+            raise ValueError(f"{spec} was expected, and it is {leaf}")
+        return leaf
+
+    try:
+        return nest.map_structure_up_to(specs, fit, specs, value, check_types=False)
+    except Exception as error:
+        raise SMPUsageError(
+            f"smp.step: argument {name!r} does not fit its input_signature: {error}"
+        ) from None
+
+
 def _pieces(name: str, value: Any, count: int, whole: bool, axis: int) -> list[Any]:
     if whole:
         return [value] * count
@@ -435,7 +470,7 @@ def _shapes(name: str, value: Any, count: int, whole: bool, axis: int) -> list[A
     """
 
     def divide(leaf: Any) -> Any:
-        if not isinstance(leaf, tf.Tensor | np.ndarray):
+        if not isinstance(leaf, tf.Tensor | tf.TensorSpec | np.ndarray):
             return leaf
         shape = None if leaf.shape is None else list(tf.TensorShape(leaf.shape))
         if not whole and shape is not None and -len(shape) <= axis < len(shape):

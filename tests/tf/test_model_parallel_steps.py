@@ -112,3 +112,61 @@ def half() -> None:
 
 def test_half_a_message_does_not_block() -> None:
     jobs.run(half, "2", timeout=120)
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def signatures() -> None:
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model, x = begun(smp, tf)
+    rank = smp.rank()
+    rows_of = tf.TensorSpec([None, 3])
+    expected = smp.step(lambda rows: model(rows))(x).merge()
+
+    def scaled(rows: Any, pair: Any, times: float = 1.0) -> Any:
+        return model(rows) * pair["one"] * tf.cast(pair["two"][0], tf.float32) * times
+
+    factors = {"one": tf.TensorSpec([]), "two": [tf.TensorSpec([1], tf.int32)]}
+    step = smp.step(scaled, input_signature=[rows_of, factors], non_split_inputs=["pair"])
+    for rows in (x, x.numpy().tolist(), tf.cast(x, tf.float64)):
+        for call in (step, tf.function(lambda *args, **kwargs: step(*args, **kwargs).merge())):
+            pair = {"one": 2, "two": ([3.0],)}
+            results = [call(rows, pair), call(pair=pair, rows=rows), call(rows, pair, times=2.0)]
+            for result, times in zip(results, (6, 6, 12), strict=True):
+                merged = result.merge() if call is step else result
+                np.testing.assert_allclose(merged, expected * times, rtol=1e-5)
+
+    pair = {"one": 1.0, "two": [[1]]}
+    graph = tf.function(lambda rows: step(rows, pair).merge())
+    since = time.monotonic()
+    for call, good, bad, text in (
+        (step, (x, pair), (x[:, :2], pair), "TensorSpec(shape=(None, 3)"),
+        (step, (x, pair), (x, {"one": 1.0}), "argument 'pair' does not fit"),
+        (step, (x, pair), (x, {"one": 1.0, "two": [[1, 2]]}), "TensorSpec(shape=(1,)"),
+        (step, (x, pair), ("text", pair), "argument 'rows' does not fit its input_signature"),
+        (step, (x, pair), (x,), "missing a required argument: 'pair'"),
+        (graph, (x,), (x[:, :2],), "argument 'rows' does not fit its input_signature"),
+    ):
+        said = error_of(call, *(bad if rank else good))
+        assert text in said, said
+        np.testing.assert_allclose(step(x, pair).merge(), expected, rtol=1e-6)
+    assert time.monotonic() - since < 50
+    for specs in ([rows_of], [rows_of] * 4):
+        assert "SMPUsageError: smp.step: scaled" in error_of(
+            lambda specs=specs: smp.step(scaled, input_signature=specs)
+        )
+    several = smp.step(lambda *rows: model(tf.add_n(rows)), input_signature=[rows_of] * 2)
+    np.testing.assert_allclose(several(x, 0.0 * x).merge(), expected, rtol=1e-6)
+    assert "argument 'rows' does not fit" in error_of(several, x)
+
+    across = smp.step(lambda columns: model(tf.transpose(columns)), input_split_axes={"columns": 1})
+    np.testing.assert_allclose(across(tf.transpose(x)).merge(), expected, rtol=1e-6)
+    smp.shutdown()
+
+
+def test_an_input_signature() -> None:
+    jobs.run(signatures, "2", timeout=200)
