@@ -21,7 +21,7 @@ from smddp_tensorflow.modelparallel.division import changed_by_body
 from smddp_tensorflow.modelparallel.executor import Executor, Work
 from smddp_tensorflow.modelparallel.gradients import Gradient
 from smddp_tensorflow.modelparallel.trace import Trace, trace
-from smddp_tensorflow.modelparallel.values import as_tensor
+from smddp_tensorflow.modelparallel.values import Tensors, as_tensor
 
 __all__ = ["StepOutput", "step"]
 
@@ -70,6 +70,8 @@ class StepOutput:
 
     def merge(self) -> Any:
         """Returns the values one after the other along dimension 0."""
+        if isinstance(self.outputs[0], tf.SparseTensor):
+            return tf.sparse.concat(0, self.outputs)
         return tf.concat(self.outputs, 0)
 
     concat = merge
@@ -99,8 +101,8 @@ def step(
     model. Inside a `tf.function` each call does so that is traced.
 
     Args:
-        function: calls the model; returns tensors, gradients of `optimizer.get_gradients`, and
-            other values, in lists, tuples or dicts.
+        function: calls the model; returns tensors, also ragged and sparse ones, gradients of
+            `optimizer.get_gradients`, and other values, in lists, tuples or dicts.
         non_split_inputs: names of arguments that are not divided.
         input_split_axes: along which dimension to divide, by name; 0 for the others.
         input_signature: a tf.TensorSpec, or a nested structure of them, for each argument that can
@@ -150,7 +152,7 @@ class _Traced(NamedTuple):
     Attributes:
         divided: the model.
         trains: does it ask for gradients?
-        outline: of what it returns: a TensorSpec for each tensor.
+        outline: of what it returns: a TypeSpec for each tensor.
         changed: see `changed_by_body`.
     """
 
@@ -277,11 +279,13 @@ class _Body:
         count = job.cfg().microbatches
         divided, outline = traced.divided, traced.outline
         mine = sorted(divided.mine) if traced.trains else []
+        # A ragged or sparse tensor consists of several.
         specs = [
-            leaf
+            spec
             for leaf in tf.nest.flatten(outline)
-            if isinstance(leaf, tf.TensorSpec)
+            if isinstance(leaf, tf.TypeSpec)
             for _ in range(count)
+            for spec in tf.nest.flatten(leaf, expand_composites=True)
         ]
         for number in mine:
             variable = divided.trainable[number]
@@ -297,7 +301,12 @@ class _Body:
             with interrupts.waiting():
                 returned, sums = self._run(traced, *tf.nest.pack_sequence_as(whole, given))
             columns = zip(*(tf.nest.flatten(one) for one in returned), strict=True)
-            found = [value for leaf in columns if isinstance(leaf[0], tf.Tensor) for value in leaf]
+            found = [
+                value
+                for leaf in columns
+                if isinstance(leaf[0], Tensors)
+                for value in tf.nest.flatten(leaf, expand_composites=True)
+            ]
             gradients = self._gradients(traced, sums)
             for number in mine:
                 found += gradients[number].outputs
@@ -317,10 +326,15 @@ class _Body:
         for value, spec in zip(made, specs, strict=True):
             value.set_shape(spec.shape)
         results = iter(made)
+
+        def value_of(spec: tf.TypeSpec) -> Any:
+            parts = [next(results) for _ in tf.nest.flatten(spec, expand_composites=True)]
+            return tf.nest.pack_sequence_as(spec, parts, expand_composites=True)
+
         outputs = {
-            id(leaf): StepOutput([next(results) for _ in range(count)])
+            id(leaf): StepOutput([value_of(leaf) for _ in range(count)])
             for leaf in tf.nest.flatten(outline)
-            if isinstance(leaf, tf.TensorSpec)
+            if isinstance(leaf, tf.TypeSpec)
         }
         gradients = {number: StepOutput([next(results) for _ in range(count)]) for number in mine}
 
@@ -347,7 +361,7 @@ class _Body:
         def joined(*leaves: Any) -> Any:
             if isinstance(leaves[0], Gradient):
                 return gradients[leaves[0].number]
-            return StepOutput(leaves) if isinstance(leaves[0], tf.Tensor) else list(leaves)
+            return StepOutput(leaves) if isinstance(leaves[0], Tensors) else list(leaves)
 
         try:
             return tf.nest.map_structure(
@@ -361,7 +375,7 @@ class _Body:
 
 def _traced(found: Trace, planned: Any) -> _Traced:
     outline = tf.nest.map_structure(
-        lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf,
+        lambda leaf: tf.type_spec_from_value(leaf) if isinstance(leaf, Tensors) else leaf,
         found.result,
     )
     return _Traced(planned, found.trains, outline, changed_by_body(planned.model, found))

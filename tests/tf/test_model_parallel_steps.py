@@ -170,3 +170,50 @@ def signatures() -> None:
 
 def test_an_input_signature() -> None:
     jobs.run(signatures, "2", timeout=200)
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def returned() -> None:
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model, x = begun(smp, tf, optimize="speed", microbatches=4)
+    state, kept = tf.Variable([1.0, 2.0]), tf.keras.Variable([3.0])
+
+    @smp.step
+    def step(rows: Any) -> Any:
+        result = model(rows)
+        ragged = tf.RaggedTensor.from_row_lengths(tf.reshape(result, [-1]), [1, 3])
+        slices = tf.IndexedSlices(result[:1], [1], tf.constant([2, 2]))
+        return {
+            **{"result": result, "ragged": ragged, "sparse": tf.sparse.from_dense(result)},
+            **{"state": state, "kept": kept, "slices": slices},
+        }
+
+    def merged(rows: Any) -> Any:
+        made = step(rows)
+        assert all(isinstance(one, smp.StepOutput) for one in made.values()), made
+        return {name: one.merge() for name, one in made.items()}
+
+    for call in (merged, tf.function(merged)):
+        made = call(x)
+        result = made["result"]
+        assert made["ragged"].row_lengths().numpy().tolist() == [1, 3] * 4
+        np.testing.assert_array_equal(made["ragged"].flat_values, tf.reshape(result, [-1]))
+        np.testing.assert_array_equal(tf.sparse.to_dense(made["sparse"]), result)
+        assert made["state"].numpy().tolist() == [1.0, 2.0] * 4
+        assert made["kept"].numpy().tolist() == [3.0] * 4
+        np.testing.assert_array_equal(made["slices"][1::2], result[::2])
+
+    mean = tf.Variable(tf.zeros([2, 2]))
+    made = step(x)["result"]
+    np.testing.assert_array_equal(made.accumulate(var=mean), mean)
+    np.testing.assert_allclose(mean, np.mean(made.outputs, 0), rtol=1e-6)
+    smp.shutdown()
+
+
+def test_results() -> None:
+    jobs.run(returned, "2", timeout=200)
