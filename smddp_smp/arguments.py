@@ -8,7 +8,7 @@ from typing import Any
 
 from smddp_smp.errors import SMPUsageError
 
-__all__ = ["check_divisible", "divide_arguments", "entries", "not_of_the_batch"]
+__all__ = ["bind", "check_divisible", "divide_arguments", "entries", "not_of_the_batch"]
 
 
 def divide_arguments(
@@ -36,12 +36,8 @@ def divide_arguments(
     Raises:
         SMPUsageError: a name is unknown, or the function does not take the arguments.
     """
-    signature = inspect.signature(function)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise SMPUsageError(f"smp.step: {function.__name__}: {error}") from None
-    _check_names(signature, whole, axes)
+    bound = bind(function, args, kwargs)
+    _check_names(bound.signature, whole, axes)
     parts: list[tuple[list[Any], dict[str, Any]]] = [([], {}) for _ in range(count)]
     for name, item, positional in entries(bound):
         made = pieces(name, item, count, name in whole, axes.get(name, 0))
@@ -51,6 +47,20 @@ def divide_arguments(
             else:
                 part[1][name] = piece
     return parts
+
+
+def bind(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """Returns the arguments of a step's function by their names.
+
+    Raises:
+        SMPUsageError: the function does not take them.
+    """
+    try:
+        return inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise SMPUsageError(f"smp.step: {function.__name__}: {error}") from None
 
 
 def entries(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any, bool]]:

@@ -43,6 +43,8 @@ from smddp_tensorflow.modelparallel.job import (
     get_dp_group,
     get_mp_group,
     get_pp_group,
+    get_rdp_group,
+    get_tp_group,
     get_world_group,
     init,
     instance_id,
@@ -56,19 +58,25 @@ from smddp_tensorflow.modelparallel.job import (
     pp_rank,
     pp_size,
     rank,
+    rdp_barrier,
+    rdp_rank,
+    rdp_size,
     recv_from,
     send,
     shutdown,
     size,
+    tp_barrier,
+    tp_rank,
+    tp_size,
 )
 from smddp_tensorflow.modelparallel.layers import partition
 from smddp_tensorflow.modelparallel.model import DistributedModel, register_post_partition_hook
 from smddp_tensorflow.modelparallel.step import StepOutput, step
 
 WORLD, MP_GROUP, DP_GROUP = CommGroup.WORLD, CommGroup.MP_GROUP, CommGroup.DP_GROUP
-PP_GROUP, RDP_GROUP = CommGroup.PP_GROUP, CommGroup.RDP_GROUP
+TP_GROUP, PP_GROUP, RDP_GROUP = CommGroup.TP_GROUP, CommGroup.PP_GROUP, CommGroup.RDP_GROUP
 WORLD_RANK, MP_RANK, DP_RANK = RankType.WORLD_RANK, RankType.MP_RANK, RankType.DP_RANK
-PP_RANK, RDP_RANK = RankType.PP_RANK, RankType.RDP_RANK
+TP_RANK, PP_RANK, RDP_RANK = RankType.TP_RANK, RankType.PP_RANK, RankType.RDP_RANK
 
 _install()
 
@@ -81,6 +89,8 @@ __all__ = [
     "PP_RANK",
     "RDP_GROUP",
     "RDP_RANK",
+    "TP_GROUP",
+    "TP_RANK",
     "WORLD",
     "WORLD_RANK",
     "Checkpoint",
@@ -105,6 +115,8 @@ __all__ = [
     "get_dp_group",
     "get_mp_group",
     "get_pp_group",
+    "get_rdp_group",
+    "get_tp_group",
     "get_world_group",
     "init",
     "instance_id",
@@ -119,10 +131,16 @@ __all__ = [
     "pp_rank",
     "pp_size",
     "rank",
+    "rdp_barrier",
+    "rdp_rank",
+    "rdp_size",
     "recv_from",
     "register_post_partition_hook",
     "send",
     "shutdown",
     "size",
     "step",
+    "tp_barrier",
+    "tp_rank",
+    "tp_size",
 ]

@@ -8,7 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import tensorflow as tf
@@ -73,6 +73,8 @@ class Channel:
         self.peers = [peer for peer in range(group.size) if peer != group.rank]
         self._front = np.empty(_FRONT, np.uint8)
         self._posted: smddp_numpy.Work | None = None
+        # Of a message whose first part has come, and whose rest `_posted` receives.
+        self._sender, self._data = -1, self._front
         self._sending: list[smddp_numpy.Work] = []
         self._lock = threading.Lock()
         self._interrupted = threading.Event()
@@ -130,13 +132,21 @@ class Channel:
         while True:
             wait = block and not arrived
             if self._posted is None:
-                self._posted = self._group.receive(
-                    self._front, tag=_FIRST, wait=False, timeout=_FOREVER
-                )
+                self._sender, self._data = -1, self._front
+                self._posted = self._receive(self._front, -1, _FIRST)
             if self._posted.is_completed(_SLICE if wait else 0.0):
                 work, self._posted = self._posted, None
                 work.wait()
-                arrived.append(self._received(work.source()))
+                if self._sender < 0:
+                    self._sender = work.source()
+                    length = int(self._front[:_HEAD].view(np.int64)[0])
+                    if length > _FRONT:
+                        self._data = np.empty(length, np.uint8)
+                        self._data[:_FRONT] = self._front
+                        self._posted = self._receive(self._data[_FRONT:], self._sender, _REST)
+                        deadline = time.monotonic() + self._timeout
+                        continue
+                arrived.append(self._message())
             elif not wait:
                 return arrived
             elif self._interrupted.is_set():
@@ -145,20 +155,21 @@ class Channel:
             elif time.monotonic() > deadline:
                 raise TimeoutError(f"no message has come for {self._timeout:g} s")
 
-    def _received(self, sender: int) -> Message:
-        length, pickled = map(int, self._front[:_HEAD].view(np.int64))
-        data = self._front
-        if length > _FRONT:
-            data = np.empty(length, np.uint8)
-            data[:_FRONT] = self._front
-            self._group.receive(data[_FRONT:], sender, tag=_REST)
+    def _receive(self, out: np.ndarray[Any, Any], peer: int, tag: int) -> smddp_numpy.Work:
+        work = self._group.receive(out, peer, tag=tag, wait=False, timeout=_FOREVER)
+        return cast("smddp_numpy.Work", work)
+
+    def _message(self) -> Message:
+        """Returns the message that has come."""
+        data = self._data
+        pickled = int(data[:_HEAD].view(np.int64)[1])
         kind, step, header, outline = pickle.loads(data[_HEAD : _HEAD + pickled].tobytes())
         place, tensors = _HEAD + _aligned(pickled), []
         for name, shape in outline:
             count = int(np.prod(shape)) * tf.dtypes.as_dtype(name).size
             tensors.append(from_bytes(data[place : place + count], name, shape))
             place += _aligned(count)
-        return Message(sender, Kind(kind), step, header, tensors)
+        return Message(self._sender, Kind(kind), step, header, tensors)
 
     def close(self) -> None:
         """Ends the receive that may be left of a step; nothing can be sent any more."""

@@ -27,7 +27,7 @@ from smddp_smp.progress import Progress
 from smddp_tensorflow.modelparallel import layers
 from smddp_tensorflow.modelparallel.channel import Channel, Kind, Message
 from smddp_tensorflow.modelparallel.gradients import Gradient
-from smddp_tensorflow.modelparallel.values import as_tensor, pack, unpack
+from smddp_tensorflow.modelparallel.values import as_tensor, pack, results, unpack
 
 __all__ = ["Divided", "Executor", "Work"]
 
@@ -284,7 +284,7 @@ class Executor:
         with tf.GradientTape() if work.trains else contextlib.nullcontext() as frame.tape:
             if frame.tape is not None:
                 frame.tape.watch(frame.anchor)
-            result = work.function(*args, **kwargs)
+            result = results(work.function(*args, **kwargs))
         frame.tape = None
         self._returned[frame.microbatch] = result
         if progress.end(frame.microbatch):

@@ -38,6 +38,8 @@ __all__ = [
     "get_dp_group",
     "get_mp_group",
     "get_pp_group",
+    "get_rdp_group",
+    "get_tp_group",
     "get_world_group",
     "group",
     "init",
@@ -52,6 +54,9 @@ __all__ = [
     "pp_rank",
     "pp_size",
     "rank",
+    "rdp_barrier",
+    "rdp_rank",
+    "rdp_size",
     "recv_from",
     "seconds",
     "send",
@@ -59,6 +64,9 @@ __all__ = [
     "size",
     "together",
     "topology",
+    "tp_barrier",
+    "tp_rank",
+    "tp_size",
 ]
 
 # Features of the PyTorch side only: a job that asks for one would get other results or memory.
@@ -245,8 +253,19 @@ def dp_size() -> int:
     return topology().size_of("dp")
 
 
+def tp_rank() -> int:
+    """Returns 0: there is no tensor parallelism."""
+    return topology().rank_in("tp")
+
+
+def tp_size() -> int:
+    """Returns 1: there is no tensor parallelism."""
+    return topology().tp_size
+
+
 # Without tensor parallelism, the ranks of a replica are its pipeline.
 mp_rank, mp_size = pp_rank, pp_size
+rdp_rank, rdp_size = dp_rank, dp_size
 
 
 def get_pp_group() -> list[int]:
@@ -260,6 +279,14 @@ get_mp_group = get_pp_group
 def get_dp_group() -> list[int]:
     """Returns the ranks of the job that hold the same partition as this one."""
     return list(topology().members("dp"))
+
+
+get_rdp_group = get_dp_group
+
+
+def get_tp_group() -> list[int]:
+    """Returns the rank of this process alone: there is no tensor parallelism."""
+    return list(topology().members("tp"))
 
 
 def get_world_group() -> list[int]:
@@ -341,6 +368,14 @@ pp_barrier = mp_barrier
 def dp_barrier() -> None:
     """Waits for the ranks with the same partition."""
     barrier(CommGroup.DP_GROUP)
+
+
+rdp_barrier = dp_barrier
+
+
+def tp_barrier() -> None:
+    """Returns at once: there is no tensor parallelism."""
+    barrier(CommGroup.TP_GROUP)
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:

@@ -37,7 +37,9 @@ _models: list[DistributedModel] = []
 def register_post_partition_hook(hook: Callable[[], Any]) -> Callable[[], Any]:
     """Runs a function without arguments once, when the model has been divided; a decorator.
 
-    That is in the first call of a step, before its microbatches run; at once if it has been.
+    That is in the first call of a step, before its microbatches run; at once if it has been. If a
+    function raises an error, that call fails on all ranks; the model stays divided, and no function
+    runs again.
     """
     if _models and _models[-1]._divided is not None:
         hook()
@@ -168,27 +170,33 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
         if divided is None:
             raise SMPUsageError("save_model: the model has not been called in a step yet")
         group, rank = job.group("pp"), job.pp_rank()
-        with job.together("save_model"):
-            try:
-                for number, weight in enumerate(divided.weights):
-                    owner = divided.owner_of[id(as_tensor(weight))]
-                    if owner == 0 or job.dp_rank() != 0:
-                        continue
-                    variable = as_tensor(weight)
-                    if rank == owner:
-                        group.send(np.asarray(variable.numpy()), 0, tag=number)
-                    elif rank == 0:
+        try:
+            for number, weight in enumerate(divided.weights):
+                variable = as_tensor(weight)
+                owner = divided.owner_of[id(variable)]
+                sends, receives = rank == owner and job.dp_rank() == 0, job.rank() == 0
+                if owner == 0:
+                    continue
+                # All ranks agree twice: a rank that cannot send or receive must not begin.
+                with job.together("save_model"):
+                    if sends:
+                        value = np.asarray(variable.numpy())
+                    elif receives:
                         value = np.empty(variable.shape, variable.dtype.as_numpy_dtype)
+                with job.together("save_model"):
+                    if sends:
+                        group.send(value, 0, tag=number)
+                    elif receives:
                         variable.assign(group.receive(value, owner, tag=number))
+            with job.together("save_model"), layers.intercepted(_Local()):
                 if job.rank() == 0:
-                    with layers.intercepted(_Local()):
-                        if hasattr(self, "export"):
-                            self.export(save_path)
-                        else:
-                            self.save(save_path, save_format="tf")
-            finally:
-                for _, variable in divided.foreign():
-                    tf.raw_ops.DestroyResourceOp(resource=variable.handle)
+                    if hasattr(self, "export"):
+                        self.export(save_path)
+                    else:
+                        self.save(save_path, save_format="tf")
+        finally:
+            for _, variable in divided.foreign():
+                tf.raw_ops.DestroyResourceOp(resource=variable.handle)
 
 
 class _Local:
@@ -248,6 +256,8 @@ def divide(model: DistributedModel, planned: _Divided) -> None:
 
     Raises:
         SMPPartitionError: the model is not the same on all ranks.
+        SMPPeerError: on another rank a function of `register_post_partition_hook` has failed, or it
+            is gone; on that, its own error.
     """
     if model._divided is planned:
         return
@@ -266,8 +276,9 @@ def divide(model: DistributedModel, planned: _Divided) -> None:
             variable.assign(job.group("dp").broadcast(np.array(variable.numpy()), 0))
     hooks = list(_hooks)
     _hooks.clear()
-    for hook in hooks:
-        hook()
+    with job.together("a function of smp.register_post_partition_hook"):
+        for hook in hooks:
+            hook()
 
 
 def _free(variable: Any, name: str) -> None:

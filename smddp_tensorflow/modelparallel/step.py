@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.util import nest
 
 import smddp_numpy
-from smddp_smp.arguments import check_divisible, divide_arguments
+from smddp_smp.arguments import bind, check_divisible, divide_arguments
 from smddp_smp.errors import SMPError, SMPPartitionError, SMPUsageError
 from smddp_tensorflow import interrupts
 from smddp_tensorflow.modelparallel import job, layers
@@ -20,7 +21,7 @@ from smddp_tensorflow.modelparallel.division import changed_by_body, used_by_cod
 from smddp_tensorflow.modelparallel.executor import Executor, Work
 from smddp_tensorflow.modelparallel.gradients import Gradient
 from smddp_tensorflow.modelparallel.trace import Trace, trace
-from smddp_tensorflow.modelparallel.values import as_tensor
+from smddp_tensorflow.modelparallel.values import Tensors, as_tensor
 
 __all__ = ["StepOutput", "step"]
 
@@ -69,6 +70,8 @@ class StepOutput:
 
     def merge(self) -> Any:
         """Returns the values one after the other along dimension 0."""
+        if isinstance(self.outputs[0], tf.SparseTensor):
+            return tf.sparse.concat(0, self.outputs)
         return tf.concat(self.outputs, 0)
 
     concat = merge
@@ -98,11 +101,13 @@ def step(
     model. Inside a `tf.function` each call does so that is traced.
 
     Args:
-        function: calls the model; returns tensors, gradients of `optimizer.get_gradients`, and
-            other values, in lists, tuples or dicts.
+        function: calls the model; returns tensors, also ragged and sparse ones, gradients of
+            `optimizer.get_gradients`, and other values, in lists, tuples or dicts.
         non_split_inputs: names of arguments that are not divided.
         input_split_axes: along which dimension to divide, by name; 0 for the others.
-        input_signature: of the positional arguments; they are converted to it.
+        input_signature: a tf.TensorSpec, or a nested structure of them, for each argument that can
+            be positional and has no default. They may be passed by name. They are converted to
+            tensors of these types; their shapes have to fit, before they are divided.
         options: other arguments of tf.function; without effect.
 
     Returns:
@@ -113,7 +118,8 @@ def step(
 
     Raises:
         TypeError: an option is no argument of tf.function.
-        SMPUsageError: an argument cannot be divided.
+        SMPUsageError: the function has other arguments than `input_signature`; an argument cannot
+            be divided, or does not fit it.
         SMPPartitionError: the model cannot be divided as asked.
         SMPMicrobatchError: code of the step has failed, on any rank.
         SMPPeerError: another rank is gone, or has failed.
@@ -146,7 +152,7 @@ class _Traced(NamedTuple):
     Attributes:
         divided: the model.
         trains: does it ask for gradients?
-        outline: of what it returns: a TensorSpec for each tensor.
+        outline: of what it returns: a TypeSpec for each tensor.
         changed: see `changed_by_body`.
         used: see `used_by_code`.
     """
@@ -172,7 +178,8 @@ class _Body:
         axes: Mapping[str, int],
         signature: Sequence[Any] | None,
     ) -> None:
-        self.function, self.whole, self.axes, self.signature = function, whole, axes, signature
+        self.function, self.whole, self.axes = function, whole, axes
+        self.specs = {} if signature is None else bind(function, signature, {}).arguments
         self.traced: _Traced | None = None
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -214,13 +221,12 @@ class _Body:
         return found, model_module.plan(model, found)
 
     def _parts(self, args: Any, kwargs: Any, count: int, pieces: Any) -> Any:
-        if self.signature is not None:
-            # What is traced may be symbolic, and cannot be converted where it is traced.
-            cast = tf.cast if pieces is _pieces else _cast_shape
-            args = [
-                cast(value, spec.dtype) if isinstance(spec, tf.TensorSpec) else value
-                for value, spec in zip(args, self.signature, strict=True)
-            ]
+        if self.specs:
+            bound = bind(self.function, args, kwargs)
+            for name, spec in self.specs.items():
+                if name in bound.arguments:
+                    bound.arguments[name] = _fitted(name, bound.arguments[name], spec)
+            args, kwargs = bound.args, bound.kwargs
         return divide_arguments(self.function, args, kwargs, count, self.whole, self.axes, pieces)
 
     def _run(
@@ -275,11 +281,13 @@ class _Body:
         count = job.cfg().microbatches
         divided, outline = traced.divided, traced.outline
         mine = sorted(divided.mine) if traced.trains else []
+        # A ragged or sparse tensor consists of several.
         specs = [
-            leaf
+            spec
             for leaf in tf.nest.flatten(outline)
-            if isinstance(leaf, tf.TensorSpec)
+            if isinstance(leaf, tf.TypeSpec)
             for _ in range(count)
+            for spec in tf.nest.flatten(leaf, expand_composites=True)
         ]
         for number in mine:
             variable = divided.trainable[number]
@@ -295,7 +303,12 @@ class _Body:
             with interrupts.waiting():
                 returned, sums = self._run(traced, *tf.nest.pack_sequence_as(whole, given))
             columns = zip(*(tf.nest.flatten(one) for one in returned), strict=True)
-            found = [value for leaf in columns if isinstance(leaf[0], tf.Tensor) for value in leaf]
+            found = [
+                value
+                for leaf in columns
+                if isinstance(leaf[0], Tensors)
+                for value in tf.nest.flatten(leaf, expand_composites=True)
+            ]
             gradients = self._gradients(traced, sums)
             for number in mine:
                 found += gradients[number].outputs
@@ -315,10 +328,15 @@ class _Body:
         for value, spec in zip(made, specs, strict=True):
             value.set_shape(spec.shape)
         results = iter(made)
+
+        def value_of(spec: tf.TypeSpec) -> Any:
+            parts = [next(results) for _ in tf.nest.flatten(spec, expand_composites=True)]
+            return tf.nest.pack_sequence_as(spec, parts, expand_composites=True)
+
         outputs = {
-            id(leaf): StepOutput([next(results) for _ in range(count)])
+            id(leaf): StepOutput([value_of(leaf) for _ in range(count)])
             for leaf in tf.nest.flatten(outline)
-            if isinstance(leaf, tf.TensorSpec)
+            if isinstance(leaf, tf.TypeSpec)
         }
         gradients = {number: StepOutput([next(results) for _ in range(count)]) for number in mine}
 
@@ -345,7 +363,7 @@ class _Body:
         def joined(*leaves: Any) -> Any:
             if isinstance(leaves[0], Gradient):
                 return gradients[leaves[0].number]
-            return StepOutput(leaves) if isinstance(leaves[0], tf.Tensor) else list(leaves)
+            return StepOutput(leaves) if isinstance(leaves[0], Tensors) else list(leaves)
 
         try:
             return tf.nest.map_structure(
@@ -359,7 +377,7 @@ class _Body:
 
 def _traced(found: Trace, planned: Any) -> _Traced:
     outline = tf.nest.map_structure(
-        lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf,
+        lambda leaf: tf.type_spec_from_value(leaf) if isinstance(leaf, Tensors) else leaf,
         found.result,
     )
     return _Traced(
@@ -412,6 +430,35 @@ def _average(values: dict[int, StepOutput], variables: Sequence[Any]) -> None:
             values[number] = StepOutput([mean] * len(values[number].outputs))
 
 
+def _fitted(name: str, value: Any, specs: Any) -> Any:
+    """Converts an argument to its part of an `input_signature`.
+
+    A symbolic tensor of another type becomes a tf.TensorSpec: it cannot be converted where a step
+    is traced, and only its shape counts there.
+
+    Raises:
+        SMPUsageError: it does not fit.
+    """
+
+    def fit(spec: Any, leaf: Any) -> Any:
+        if isinstance(spec, tf.TensorSpec):
+            is_symbolic = tf.is_tensor(leaf) and not hasattr(leaf, "numpy")
+            if not is_symbolic:
+                leaf = tf.cast(leaf, spec.dtype)
+            elif leaf.dtype != spec.dtype:
+                leaf = tf.TensorSpec(leaf.shape, spec.dtype)
+        if isinstance(spec, tf.TypeSpec) and not spec.is_compatible_with(leaf):
+            raise ValueError(f"{spec} was expected, and it is {leaf}")
+        return leaf
+
+    try:
+        return nest.map_structure_up_to(specs, fit, specs, value, check_types=False)
+    except Exception as error:
+        raise SMPUsageError(
+            f"smp.step: argument {name!r} does not fit its input_signature: {error}"
+        ) from None
+
+
 def _pieces(name: str, value: Any, count: int, whole: bool, axis: int) -> list[Any]:
     if whole:
         return [value] * count
@@ -433,10 +480,6 @@ def _pieces(name: str, value: Any, count: int, whole: bool, axis: int) -> list[A
         tf.nest.pack_sequence_as(value, [leaf[number] for leaf in leaves])
         for number in range(count)
     ]
-
-
-def _cast_shape(value: Any, dtype: tf.DType) -> tf.TensorSpec:
-    return tf.TensorSpec(tf.convert_to_tensor(value).shape, dtype)
 
 
 def _shapes(name: str, value: Any, count: int, whole: bool, axis: int) -> list[Any]:

@@ -13,7 +13,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from smddp_smp.errors import SMPUsageError
 from smddp_tensorflow.modelparallel import layers
 from smddp_tensorflow.modelparallel.gradients import Gradient
-from smddp_tensorflow.modelparallel.values import as_tensor
+from smddp_tensorflow.modelparallel.values import as_tensor, results
 
 __all__ = ["Trace", "trace"]
 
@@ -139,7 +139,7 @@ def trace(function: Callable[..., Any], args: Any, kwargs: Any) -> Trace:
     tracer = Tracer(graph)
     with graph.as_default(), _no_tapes(), layers.intercepted(tracer):
         given, named = tf.nest.map_structure(symbolic, (list(args), dict(kwargs)))
-        tracer.found.result = function(*given, **named)
+        tracer.found.result = results(function(*given, **named))
     tracer.add_reads()
     return tracer.found
 

@@ -9,7 +9,22 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["as_tensor", "from_bytes", "pack", "to_bytes", "unpack"]
+__all__ = ["Tensors", "as_tensor", "from_bytes", "pack", "results", "to_bytes", "unpack"]
+
+Tensors = tf.Tensor | tf.RaggedTensor | tf.SparseTensor
+
+
+def results(value: Any) -> Any:
+    """Returns what a step's function has returned, with tensors for variables and slices."""
+
+    def one(leaf: Any) -> Any:
+        # Keras 2 has no class of its own.
+        if isinstance(leaf, getattr(tf.keras, "Variable", tf.Variable)):
+            leaf = as_tensor(leaf)
+        is_other = isinstance(leaf, tf.Variable | tf.IndexedSlices)
+        return tf.convert_to_tensor(leaf) if is_other else leaf
+
+    return tf.nest.map_structure(one, value)
 
 
 def as_tensor(variable: Any) -> Any:

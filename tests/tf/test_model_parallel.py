@@ -211,15 +211,14 @@ def train_alone() -> Any:
     return found
 
 
-def train(folder: str, microbatches: int, names: list[str]) -> Any:
+def train(folder: str, microbatches: int, names: list[str], pipelines: list[str]) -> Any:
     """The same on ranks; returns losses, and values with their numbers in the whole model."""
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
 
     found = {}
-    for number, name in enumerate(names):
-        pipeline = "simple" if number % 2 else "interleaved"
+    for name, pipeline in zip(names, pipelines, strict=True):
         config = {**TWO, "microbatches": microbatches, "pipeline": pipeline}
         if name == "nested":
             config |= {"auto_partition": False, "default_partition": 0}
@@ -315,10 +314,12 @@ def compare_models(alone: Any, ranks: Any, names: list[str]) -> None:
 @pytest.mark.slow
 @jobs.BOTH_KERAS
 def test_models(env: Any, tmp_path: Path) -> None:
-    names = ["unet", "shared", "masked", "nested"]
+    names, pipelines = ["unet", "shared", "masked", "nested"], ["interleaved", "simple"]
     (alone,) = jobs.run(train_alone, "1", env=env)
-    compare_models(alone, jobs.run(train, "2", str(tmp_path), 4, names, env=env), names)
-    assert (tmp_path / "saved" / "saved_model.pb").exists()
+    for used, order in ((names, pipelines * 2), (names[:2], pipelines[::-1])):
+        folder = str(tmp_path / order[0])
+        compare_models(alone, jobs.run(train, "2", folder, 4, used, order, env=env), used)
+        assert Path(folder, "saved", "saved_model.pb").exists()
 
 
 @pytest.mark.slow
@@ -326,7 +327,7 @@ def test_replicas(tmp_path: Path) -> None:
     """Two pipelines of two ranks; each has every second row of each batch."""
     names = ["masked", "shared"]
     (alone,) = jobs.run(train_alone, "1")
-    ranks = jobs.run(train, "2x2", str(tmp_path), 2, names)
+    ranks = jobs.run(train, "2x2", str(tmp_path), 2, names, ["interleaved", "simple"])
     for name in names:
         # The ranks of a replica have the losses of its rows, those of the whole batch are the same
         # rows in another order.
