@@ -403,8 +403,9 @@ def test_some_layers_are_divided(ranks: int, marked: list[int]) -> None:
         (4, {**TENSOR, "partitions": 2}),
         (4, {**TENSOR, **SHARDED}),
         (8, {**TENSOR, "partitions": 2}),
+        (4, {**TENSOR, "partitions": 2, "prescaled_batch": True}),
     ],
-    ids=["tp2", "tp4", "pp2-tp2", "tp2-sdp2", "pp2-tp2-dp2"],
+    ids=["tp2", "tp4", "pp2-tp2", "tp2-sdp2", "pp2-tp2-dp2", "pp2-tp2 prescaled"],
 )
 def test_divided_models_train_as_in_one_process(ranks: int, config: dict[str, Any]) -> None:
     names = [name for name in MODELS if "states" not in name]
@@ -520,6 +521,11 @@ def test_an_argument_that_cannot_be_passed_on() -> None:
     hook = gpt2.ARCHITECTURE.hooks[0].arguments()[3]
     with pytest.raises(SMPUsageError, match="takes no argument inputs_embeds"):
         hook(inputs_embeds=torch.zeros(1, 2, 3))
+    with pytest.raises(SMPUsageError, match="call it with return_dict=True"):
+        hook(input_ids=torch.zeros(1, 2).long(), return_dict=False)
+    init = gpt2.ARCHITECTURE.hooks[0].arguments()[2]
+    with pytest.raises(SMPUsageError, match="output_hidden_states=True, which a model does not"):
+        init(transformers.GPT2Config(output_hidden_states=True))
 
 
 def writes(configs: list[dict[str, Any]]) -> None:

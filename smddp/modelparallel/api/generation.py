@@ -113,6 +113,9 @@ def _on_all(ended: Tensor) -> bool:
     flag = ended.all().int()
     if state.topology.tp_size > 1:
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=state.groups.of_steps("mp"))
+    if state.cfg.deterministic_server and state.topology.size_of("dp") > 1:
+        # Replicas run their tasks in one order.
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=state.groups.of_steps("dp"))
     if state.groups.sharding is not None:
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=state.groups.sharding.gradients)
     return bool(flag)

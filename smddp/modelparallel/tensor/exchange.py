@@ -161,11 +161,13 @@ class Exchange:
         return gathered.movedim(0, -2).flatten(-2)
 
     def _to_parts(self, x: Tensor) -> Tensor:
-        parts = x.reshape(*x.shape[:-1], self.size, -1).movedim(-2, 0)  # [T, B, ..., H / T]
+        parts = x.reshape(*x.shape[:-1], self.size, x.shape[-1] // self.size)
+        parts = parts.movedim(-2, 0)  # [T, B, ..., H / T]
         return self._all_to_all(parts).flatten(0, 1)
 
     def _from_parts(self, x: Tensor) -> Tensor:
-        received = self._all_to_all(x.reshape(self.size, -1, *x.shape[1:]))  # [T, B, ..., H / T]
+        parts = x.reshape(self.size, x.shape[0] // self.size, *x.shape[1:])
+        received = self._all_to_all(parts)  # [T, B, ..., H / T]
         return received.movedim(0, -2).flatten(-2)
 
     def _all_to_all(self, x: Tensor) -> Tensor:

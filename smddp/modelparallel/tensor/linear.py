@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from smddp.modelparallel.tensor.exchange import Exchange
 from smddp.modelparallel.tensor.module import DistributedModule, Division
+from smddp_smp.errors import SMPUsageError
 
 __all__ = ["DistributedLinear"]
 
@@ -59,13 +60,22 @@ class DistributedLinear(DistributedModule):
             self.bias = self.new_parameter("bias", shape[:1], set_bias, None, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns this rank's examples, [B, ..., in_features] -> [B, ..., out_features]."""
+        """Returns this rank's examples, [B, ..., in_features] -> [B, ..., out_features].
+
+        Raises:
+            SMPUsageError: the input has another number of features.
+        """
         # A tensor of one dimension is one example.
         examples = input if input.dim() > 1 else input.unsqueeze(0)
+        if examples.shape[-1] != self.in_features:
+            raise SMPUsageError(
+                f"DistributedLinear has {self.in_features} input features, and its input has "
+                f"{list(input.shape)}"
+            )
         part = self.exchange.divide(examples)
         result = self.exchange.reduce(nn.functional.linear(part, self.weight))
         if self.bias is not None:
-            result = result + self.bias
+            result = result + self.bias.to(result.dtype)  # under autocast that of the product
         return result if input.dim() > 1 else result.squeeze(0)
 
     def extra_repr(self) -> str:

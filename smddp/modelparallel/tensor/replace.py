@@ -79,6 +79,11 @@ def replace_marked(root: nn.Module) -> nn.Module:
             for own, child in list(module._modules.items()):
                 if child is not None:
                     module._modules[own] = replaced(child, f"{name}.{own}" if name else own)
+                    if isinstance(module, nn.TransformerEncoderLayer) and (
+                        module._modules[own] is not child
+                    ):
+                        # Else torch may compute a whole layer from their weights, which are parts.
+                        module.activation_relu_or_gelu = 0
         return new
 
     root = replaced(root, "")
@@ -223,11 +228,13 @@ def _replacement(
     try:
         if registration.init_hook is not None:
             args, kwargs = registration.init_hook(*args, **kwargs)
-        known = inspect.signature(registration.dist_module).parameters
+        signature = inspect.signature(registration.dist_module)
+        known = signature.parameters
         unknown.difference_update(known)
-        kwargs = {**kwargs, **{key: value for key, value in options.items() if key in known}}
+        given = signature.bind_partial(*args, **kwargs)
+        given.arguments.update({key: value for key, value in options.items() if key in known})
         with _settings_of(module), delay_param_initialization(delayed):
-            result: nn.Module = registration.dist_module(*args, **kwargs)
+            result: nn.Module = registration.dist_module(*given.args, **given.kwargs)
     except SMPUsageError as error:
         return stays(str(error))
     if not any(isinstance(part, DistributedModule) for part in result.modules()):

@@ -354,3 +354,62 @@ def absent() -> str:
 def test_a_rank_that_does_not_exchange_is_named() -> None:
     said = check_ranks(absent, "2")[0]
     assert "rank 1" in said
+
+
+class Wide(smp.nn.DistributedLinear):
+    """A distributed module whose first argument an option of the mark may replace."""
+
+    def __init__(self, width: int, out: int = 4) -> None:
+        super().__init__(width, out)
+
+
+class Narrow(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, 4)
+
+
+def as_torch_does() -> None:
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, "_match_weights": True})
+    torch.manual_seed(3)
+    with torch.no_grad():
+        # torch has a fast path for a whole layer in evaluation.
+        encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
+        ).eval()
+        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(smp.rank()))
+        wanted = encoder(x)
+        smp.set_tensor_parallelism(encoder)
+        divided = smp.DistributedModel(encoder).eval()
+        assert len(list(divided.distributed_modules()))
+        torch.testing.assert_close(divided(x), wanted, rtol=1e-5, atol=1e-5)
+        linear = smp.nn.DistributedLinear(8, 4)
+        assert linear(x[:0]).shape == (0, 3, 4)
+        with pytest.raises(SMPUsageError, match=r"8 input features, and its input has \[2, 3, 7\]"):
+            linear(x[..., :7])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert linear(x).dtype == torch.bfloat16
+            layer = smp.nn.DistributedTransformerLayer(
+                num_attention_heads=2, attention_head_size=4, hidden_size=8, intermediate_size=16
+            )
+            layer((x, torch.zeros(2, 1, 1, 3)))
+    smp.shutdown()
+
+
+def option_in_place_of_an_argument() -> None:
+    smp.init({"tensor_parallel_degree": 2, "ddp": True})
+    smp.tp_register_with_module(Narrow, Wide)
+    with smp.tensor_parallelism(width=8):
+        narrow = Narrow(4)  # its argument is given by position
+    model = smp.DistributedModel(nn.Sequential(narrow))
+    (found,) = model.distributed_modules()
+    assert found.in_features == 8
+    smp.shutdown()
+
+
+def test_divided_modules_do_what_those_of_torch_do() -> None:
+    check_ranks(as_torch_does, "2")
+
+
+def test_options_of_a_mark_replace_arguments_by_position() -> None:
+    check_ranks(option_in_place_of_an_argument, "2")

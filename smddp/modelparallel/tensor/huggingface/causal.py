@@ -8,6 +8,7 @@ from smddp.modelparallel.tensor.huggingface import layers
 from smddp.modelparallel.tensor.huggingface.hooks import (
     Hooks,
     causal_output,
+    check_returned,
     check_tied,
     masked,
     states_output,
@@ -56,12 +57,14 @@ def hooks(module: str, name: str, model: str, layer: str, init: Any) -> tuple[Ho
     """
 
     def of_head(config: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        check_returned(config)
         arguments = {**init(config), "add_lm_head": True, "return_logits": True}
         if "tie_word_embeddings" not in arguments:
             check_tied(config)
         return (), arguments
 
     def of_model(config: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        check_returned(config)
         return (), {
             **init(config),
             "add_lm_head": False,

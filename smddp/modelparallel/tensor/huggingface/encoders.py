@@ -9,6 +9,7 @@ from smddp.modelparallel.tensor.huggingface import layers
 from smddp.modelparallel.tensor.huggingface.hooks import (
     Hooks,
     check_attention,
+    check_returned,
     score_mask,
     states_output,
     take,
@@ -93,6 +94,7 @@ def _arguments(config: Any) -> dict[str, Any]:
 def init_hook(config: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Maps the arguments of an encoder."""
     check_attention(config)
+    check_returned(config)
     return (), _arguments(config)
 
 

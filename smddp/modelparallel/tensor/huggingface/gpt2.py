@@ -13,6 +13,7 @@ from smddp.modelparallel.tensor.huggingface.hooks import (
     Architecture,
     Hooks,
     causal_output,
+    check_returned,
     check_tied,
     masked,
     states_output,
@@ -140,6 +141,7 @@ def _arguments(config: Any) -> dict[str, Any]:
 
 
 def _init(config: Any, head: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    check_returned(config)
     return (), {**_arguments(config), "add_lm_head": head, "return_logits": head}
 
 

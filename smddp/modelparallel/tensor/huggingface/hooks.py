@@ -24,6 +24,7 @@ __all__ = [
     "bound",
     "causal_output",
     "check_attention",
+    "check_returned",
     "check_tied",
     "masked",
     "score_mask",
@@ -32,13 +33,9 @@ __all__ = [
 ]
 
 # Arguments that do not change the results.
-_IGNORED = {
-    "use_cache",
-    "return_dict",
-    "output_attentions",
-    "output_hidden_states",
-    "cache_position",
-}
+_IGNORED = {"use_cache", "cache_position"}
+# Those that choose what is returned, and the one value that there is.
+_RETURNED = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 
 
 class Hooks(NamedTuple):
@@ -174,7 +171,12 @@ def take(given: dict[str, Any], owner: str, *names: str) -> list[Any]:
         absent = value is None or (
             isinstance(value, list) and not any(v is not None for v in value)
         )
-        if name not in names and not absent and name not in _IGNORED:
+        if name in _RETURNED and value is not None and value != _RETURNED[name]:
+            raise SMPUsageError(
+                f"{owner} is divided over tensor-parallel ranks, and then takes no {name}={value}: "
+                f"leave it out, or call it with {name}={_RETURNED[name]}"
+            )
+        if name not in names and not absent and name not in _IGNORED and name not in _RETURNED:
             raise SMPUsageError(
                 f"{owner} is divided over tensor-parallel ranks, and then takes no argument {name}"
             )
@@ -198,6 +200,20 @@ def check_attention(config: Any) -> None:
             f"{type(config).__name__}: a model with attn_implementation={kind!r} makes masks that "
             'layers that are divided cannot use; choose "sdpa" or "eager"'
         )
+
+
+def check_returned(config: Any) -> None:
+    """Checks that a model returns what one returns that is divided as a whole.
+
+    Raises:
+        SMPUsageError: it returns attention weights or states of layers, too, or a tuple.
+    """
+    for name, value in _RETURNED.items():
+        if getattr(config, name, value) != value:
+            raise SMPUsageError(
+                f"{type(config).__name__}: {name}={not value}, which a model does not return that "
+                "is divided as a whole"
+            )
 
 
 def check_tied(config: Any) -> None:

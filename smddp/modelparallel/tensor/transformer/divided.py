@@ -109,7 +109,8 @@ class Contracting(DistributedModule):
         """
         y = self.exchange.reduce(F.linear(x, self.weight))
         # The bias is whole on each rank, and is added to its own states once.
-        return y if self.bias is None else y + self.exchange.replicas(self.bias)[0]
+        # Under autocast the product has another dtype.
+        return y if self.bias is None else y + self.exchange.replicas(self.bias)[0].to(y.dtype)
 
 
 class Vocabulary(DistributedModule):

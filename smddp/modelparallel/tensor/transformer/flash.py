@@ -114,16 +114,22 @@ class FlashAttentionLayer(nn.Module):
             raise SMPUsageError(
                 f"FlashAttentionLayer takes qkv [B, S, 3, heads, d], not {list(qkv.shape)}"
             )
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            raise SMPUsageError(
+                "FlashAttentionLayer: attn_mask is added to the scores, and cannot be of bool"
+            )
         if attn_mask is not None and not (self.triton_flash_attention and self.use_alibi):
             raise SMPUsageError(
                 "FlashAttentionLayer: attn_mask needs triton_flash_attention=True and "
                 "use_alibi=True"
             )
         query, key, value = (x.transpose(1, 2) for x in qkv.unbind(2))
+        if attn_mask is not None:
+            attn_mask = attn_mask.to(query.dtype)
         if attn_mask is not None and causal:
             length = query.shape[-2]
             seen = visible(length, length, None, query.device)
-            attn_mask, causal = attn_mask.to(query.dtype).masked_fill(~seen, -math.inf), False
+            attn_mask, causal = attn_mask.masked_fill(~seen, -math.inf), False
         return F.scaled_dot_product_attention(
             query,
             key,
