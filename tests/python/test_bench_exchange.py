@@ -190,6 +190,7 @@ def test_all_hear_that_ranks_cannot_connect(where: str) -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.costly
 def test_bound_between_nodes() -> None:
     done = bench("allreduce", "--nodes=3x1", "--backends=bound", "--counts=1,1001,100000",
                  "--iterations=5")  # fmt: skip

@@ -204,6 +204,7 @@ def test_wrong_parameters(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.costly
 def test_model_parallel(tmp_path: Path) -> None:
     parameters = tmp_path / "parameters.json"
     parameters.write_text('{"partitions": 2, "ddp": true}')

@@ -146,6 +146,7 @@ def measured(pp: int, strategy: str, config: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("pp", "horizon"), [(2, 2), (2, 1), (1, 1)])
+@pytest.mark.costly
 def test_what_is_in_memory_at_the_beginning_of_a_backward_pass(
     pp: int, horizon: int, tmp_path: Path
 ) -> None:

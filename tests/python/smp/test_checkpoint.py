@@ -221,6 +221,7 @@ def state_after_resuming(path: str, tag: str, later: bool, config: dict[str, Any
 
 
 @pytest.mark.parametrize("config", [{}, {"fp16": True}], ids=["full", "half"])
+@pytest.mark.costly
 def test_an_optimizer_has_what_was_loaded_before_the_first_step(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:

@@ -204,6 +204,7 @@ def measured(active: int) -> Any:
 
 
 @pytest.mark.parametrize("active", [1, 4])
+@pytest.mark.costly
 def test_memory_is_that_of_the_model_and_the_active_microbatches(active: int) -> None:
     # Each layer keeps its output; the first one its input, too.
     activations = (LAYERS + 1) * ROWS * WIDTH * 4

@@ -141,6 +141,7 @@ def trained(pp: int, pipeline: str, microbatches: int) -> Any:
     ("replicas", "pipeline", "microbatches", "partitions"),
     [(1, "interleaved", 4, (2, 3)), (1, "simple", 2, (2, 3)), (2, "interleaved", 2, (2,))],
 )
+@pytest.mark.costly
 def test_they_are_read_as_in_one_process(
     replicas: int, pipeline: str, microbatches: int, partitions: tuple[int, ...]
 ) -> None:

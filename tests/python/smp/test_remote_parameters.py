@@ -191,6 +191,7 @@ def refused() -> None:
     train(model, torch.ones(4, 4))
 
 
+@pytest.mark.costly
 def test_outside_a_step_an_error_names_them() -> None:
     check_ranks(refused, "2")
 
