@@ -387,6 +387,7 @@ class Group:
         self, array: Any, root: int, *, wait: bool = True, timeout: float | None = None
     ) -> Any:
         """Sends rank `root`'s array to all; `array` is overwritten on other ranks, and returned."""
+        _require_array(array)  # on the root, too, lest it begins alone
         result = _readable(array) if self.rank == root else _writable(array)
         return self._run(_BROADCAST, None, result, result, wait, timeout, root=_whole(root))
 
@@ -615,12 +616,16 @@ def _readable(value: Any) -> np.ndarray[Any, Any]:
     return array
 
 
+def _require_array(value: Any) -> None:
+    if not isinstance(value, np.ndarray) and not hasattr(value, "__dlpack__"):
+        raise TypeError(f"smddp: the result cannot be written to a {type(value).__name__}")
+
+
 def _writable(
     value: Any, like: np.ndarray[Any, Any] | None = None, shape: tuple[int, ...] | None = None
 ) -> np.ndarray[Any, Any]:
+    _require_array(value)
     array = _array(value)
-    if not isinstance(value, np.ndarray) and not hasattr(value, "__dlpack__"):
-        raise TypeError(f"smddp: the result cannot be written to a {type(value).__name__}")
     if not array.flags.c_contiguous or not array.flags.writeable:
         raise ValueError("smddp: an array that is written to must be C-contiguous and writable")
     _type_of(array)

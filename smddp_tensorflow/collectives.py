@@ -22,6 +22,7 @@ __all__ = [
     "allreduce_all",
     "broadcast",
     "broadcast_variables",
+    "check_how",
     "oob_allreduce",
     "overlap",
 ]
@@ -118,9 +119,22 @@ def _through_numpy(
     return differentiable(tf.convert_to_tensor(given))
 
 
-def _check(tensors: Sequence[Any], op: Any) -> None:
+def check_how(op: Any, compression: Any) -> None:
+    """Checks how tensors are to be combined.
+
+    Raises:
+        ValueError: `op` is no ReduceOp, or `compression` is not of Compression.
+    """
+    if not hasattr(compression, "compress"):
+        raise ValueError(
+            f"smddp: compression is {compression!r}: it has to be Compression.none or "
+            "Compression.fp16"
+        )
     if not isinstance(op, ReduceOp):
         raise ValueError(f"smddp: {op!r} is no ReduceOp: it is AVERAGE, SUM, MIN or MAX")
+
+
+def _check(tensors: Sequence[Any]) -> None:
     for tensor in tensors:
         if isinstance(tensor, tf.IndexedSlices):
             raise TypeError(
@@ -146,7 +160,8 @@ def allreduce_all(
             a graph may run them in another one; eager code must not. 0: the order of the program
             counts.
     """
-    _check(tensors, op)
+    check_how(op, compression)
+    _check(tensors)
     sent = [compression.compress(tensor) for tensor in tensors]
     made = _reduced([value for value, _ in sent], op, number, count)
     return [
@@ -257,6 +272,8 @@ def allreduce(
         tf.errors.CancelledError, tf.errors.DeadlineExceededError: an operation with a smaller
             number has not come. No rank can reduce numbers of gradients any more.
     """
+    if num_params < 1:
+        raise ValueError(f"smddp: num_params is {num_params}; a step reduces at least one")
     if not 0 <= param_index < num_params:
         raise ValueError(f"smddp: param_index {param_index} is not in 0 to {num_params - 1}")
     return allreduce_all([tensor], op, compression, param_index, num_params)[0]

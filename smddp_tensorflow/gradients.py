@@ -8,7 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from smddp_tensorflow.collectives import Compression, ReduceOp, allreduce_all, is_v1_graph
+from smddp_tensorflow.collectives import (
+    Compression,
+    ReduceOp,
+    allreduce_all,
+    check_how,
+    is_v1_graph,
+)
 
 __all__ = ["DistributedGradientTape", "DistributedOptimizer", "averaged"]
 
@@ -97,7 +103,7 @@ class DistributedGradientTape:
         op: how gradients are combined.
 
     Raises:
-        ValueError: a device is given.
+        ValueError: a device is given, or `op` or `compression` is none.
     """
 
     def __init__(
@@ -110,6 +116,7 @@ class DistributedGradientTape:
         op: ReduceOp = ReduceOp.AVERAGE,
     ) -> None:
         _refuse_devices(device_dense, device_sparse)
+        check_how(op, compression)
         self._tape, self._compression, self._op = tape, compression, op
 
     def __enter__(self) -> DistributedGradientTape:
@@ -163,11 +170,12 @@ def DistributedOptimizer(  # noqa: N802
         bucket_cap_mb: size of the buckets in which gradients travel, in MiB.
 
     Raises:
-        ValueError: a device is given, the size of a bucket is not positive, or the optimizer
-            averages gradients already.
+        ValueError: a device is given, `op` or `compression` is none, the size of a bucket is not
+            positive, or the optimizer averages gradients already.
         TypeError: it is no optimizer of Keras.
     """
     _refuse_devices(device_dense, device_sparse)
+    check_how(op, compression)
     if bucket_cap_mb <= 0:
         raise ValueError(f"smddp: bucket_cap_mb is {bucket_cap_mb}; it must be more than 0")
     if _averager_of(optimizer) is not None:

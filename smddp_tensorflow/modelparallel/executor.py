@@ -27,6 +27,7 @@ from smddp_smp.progress import Progress
 from smddp_tensorflow.modelparallel import layers
 from smddp_tensorflow.modelparallel.channel import Channel, Kind, Message
 from smddp_tensorflow.modelparallel.gradients import Gradient
+from smddp_tensorflow.modelparallel.trace import code_of_the_script
 from smddp_tensorflow.modelparallel.values import as_tensor, pack, results, unpack
 
 __all__ = ["Divided", "Executor", "Work"]
@@ -284,7 +285,8 @@ class Executor:
         with tf.GradientTape() if work.trains else contextlib.nullcontext() as frame.tape:
             if frame.tape is not None:
                 frame.tape.watch(frame.anchor)
-            result = results(work.function(*args, **kwargs))
+            with code_of_the_script():
+                result = results(work.function(*args, **kwargs))
         frame.tape = None
         self._returned[frame.microbatch] = result
         if progress.end(frame.microbatch):
@@ -339,7 +341,8 @@ class Executor:
             if (number := model.variables.get(id(variable))) in model.mine
         }
         sources = [*inputs, frame.anchor, *watched.values()]
-        found = tape.gradient(targets, sources, output_gradients=given)
+        with code_of_the_script(False):
+            found = tape.gradient(targets, sources, output_gradients=given)
         sums = self._sums[frame.microbatch]
         for number, gradient in zip(watched, found[len(inputs) + 1 :], strict=True):
             if gradient is not None:
@@ -466,7 +469,8 @@ class Executor:
         with tf.GradientTape() if records else contextlib.nullcontext() as frame.tape:
             if frame.tape is not None:
                 frame.tape.watch([frame.anchor, *inputs])
-            result = layer(*args, **kwargs)
+            with code_of_the_script():
+                result = layer(*args, **kwargs)
         outline, tensors = pack(result)
         if records:
             outputs = [one for one in tensors if _has_gradient(one)]

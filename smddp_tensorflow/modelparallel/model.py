@@ -215,7 +215,9 @@ def current() -> DistributedModel:
         SMPUsageError: there is none.
     """
     if not _models:
-        raise SMPUsageError("smp.step needs an smp.DistributedModel: the script has made none")
+        raise SMPUsageError(
+            "smp.step needs an smp.DistributedModel: the script has made none since smp.init()"
+        )
     if len(_models) > 1:
         raise SMPUsageError(
             f"a script has one smp.DistributedModel, and this has {len(_models)}: make one of them "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ from smddp_tensorflow.modelparallel import layers
 from smddp_tensorflow.modelparallel.gradients import Gradient
 from smddp_tensorflow.modelparallel.values import as_tensor, results
 
-__all__ = ["Trace", "trace"]
+__all__ = ["Trace", "code_of_the_script", "trace"]
 
 
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
@@ -102,22 +104,40 @@ class Tracer:
                         self.found.changed.append((handle, stack))
 
 
-@contextlib.contextmanager
-def _no_tapes() -> Iterator[None]:
-    """Refuses gradients of the script's own tapes, which do not see layers of other ranks."""
-    before = tf.GradientTape.gradient
+class _Code(threading.local):
+    """Does this thread run code of the script in a step?"""
 
+    is_running = False
+
+
+_code = _Code()
+
+
+@functools.cache
+def _watch_tapes() -> None:
+    real = tf.GradientTape.gradient
+
+    @functools.wraps(real)
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        raise SMPUsageError(
-            "tf.GradientTape does not see layers of other ranks: use "
-            "optimizer.get_gradients(loss, model.trainable_variables) inside smp.step"
-        )
+        if _code.is_running:
+            raise SMPUsageError(
+                "tf.GradientTape does not see layers of other ranks: use "
+                "optimizer.get_gradients(loss, model.trainable_variables) inside smp.step"
+            )
+        return real(*args, **kwargs)
 
     tf.GradientTape.gradient = gradient
+
+
+@contextlib.contextmanager
+def code_of_the_script(is_running: bool = True) -> Iterator[None]:
+    """Refuses gradients of the script's own tapes, which do not see layers of other ranks."""
+    _watch_tapes()
+    before, _code.is_running = _code.is_running, is_running
     try:
         yield
     finally:
-        tf.GradientTape.gradient = before
+        _code.is_running = before
 
 
 def trace(function: Callable[..., Any], args: Any, kwargs: Any) -> Trace:
@@ -137,7 +157,7 @@ def trace(function: Callable[..., Any], args: Any, kwargs: Any) -> Trace:
     # Variables that layers make are outside of the graph, and get values at once.
     graph = FuncGraph("smp_trace")
     tracer = Tracer(graph)
-    with graph.as_default(), _no_tapes(), layers.intercepted(tracer):
+    with graph.as_default(), code_of_the_script(), layers.intercepted(tracer):
         given, named = tf.nest.map_structure(symbolic, (list(args), dict(kwargs)))
         tracer.found.result = results(function(*given, **named))
     tracer.add_reads()

@@ -200,6 +200,8 @@ def foreign() -> None:
     assert result.tolist() == [1.0, 3.0, 5.0, 7.0]
     world.broadcast(mine, 1)
     assert mine.tolist() == [1.0, 2.0, 3.0, 4.0]
+    with pytest.raises(TypeError, match="written to a list"):
+        world.broadcast([1, 2], 0)
     # On every rank, although only on rank 0 both begin at one address.
     both = np.ones((2, 3))
     with pytest.raises(ValueError, match="overlap"):

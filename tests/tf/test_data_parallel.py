@@ -92,6 +92,12 @@ def collectives() -> None:
     for wrong, kind, text in (
         (lambda: sdp.allreduce(mean, 2, 2), ValueError, "param_index 2 is not in 0 to 1"),
         (lambda: sdp.allreduce(mean, 0, 1, op="sum"), ValueError, "is no ReduceOp"),
+        (lambda: sdp.allreduce(mean, 0, 0), ValueError, "num_params is 0"),
+        (
+            lambda: sdp.DistributedOptimizer(tf.keras.optimizers.SGD(), compression="fp16"),
+            ValueError,
+            "compression is 'fp16': it has to be Compression.none or",
+        ),
         (lambda: sdp.oob_allreduce(mean, op=sdp.ReduceOp.SUM), ValueError, "averages"),
         (lambda: sdp.broadcast(mean, 9), ValueError, "root_rank 9 is no rank"),
         (lambda: sdp.DistributedOptimizer(3), TypeError, "is no optimizer of Keras"),

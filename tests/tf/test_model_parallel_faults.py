@@ -94,6 +94,18 @@ def steps() -> None:
     assert "this rank only" in text, text
     assert graph(x, False).shape == (8, 2)
 
+    def differentiated(rows: Any, by_hand: bool) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(rows))
+        variables = model.trainable_variables
+        return tape.gradient(loss, variables) if by_hand else loss
+
+    # In a later call, too, not only where the step is traced.
+    step_of_tape = smp.step(differentiated)
+    step_of_tape(x, False)
+    text = error_of(step_of_tape, x, True)
+    assert "tf.GradientTape does not see layers of other ranks" in text, text
+
     @smp.step
     def named(rows: Any) -> Any:
         loss = tf.reduce_sum(model(rows))

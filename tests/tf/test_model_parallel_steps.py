@@ -69,7 +69,7 @@ def test_hooks_and_save_model(env: Any, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     (first, result), (second, _) = jobs.run(failing, "2", folder, env=env, timeout=240)
     (found,) = jobs.run(loaded, "1", folder, env=env)
-    np.testing.assert_allclose(found, result, rtol=1e-6)
+    np.testing.assert_allclose(found, result, rtol=1e-6, atol=1e-7)
     what = "a function of smp.register_post_partition_hook has failed on rank 1: KeyError"
     assert first[0].startswith(f"SMPPeerError: {what}"), first[0]
     assert second[0] == "KeyError: 'this rank only'"
