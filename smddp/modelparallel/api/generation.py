@@ -78,7 +78,7 @@ def generate(
     pad = eos_token_id if pad_token_id is None else pad_token_id
     ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
     multiple = sequence_multiple(model)
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         for _ in range(max_new_tokens):
@@ -99,7 +99,8 @@ def generate(
             if eos_token_id is not None and _on_all(ended):
                 break
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training
     return input_ids
 
 

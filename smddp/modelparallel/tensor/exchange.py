@@ -40,6 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 
 from smddp.modelparallel.job.collectives import Collectives
 from smddp.modelparallel.job.state import state
@@ -274,6 +275,7 @@ class _Exchanged(torch.autograd.Function):
         return forward(x)
 
     @staticmethod
+    @once_differentiable  # autograd does not see what other ranks do with the gradient
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
         """Returns the gradient of x; None if there is none."""
         (gradient,) = gradients

@@ -84,6 +84,9 @@ def replace_marked(root: nn.Module) -> nn.Module:
                     ):
                         # Else torch may compute a whole layer from their weights, which are parts.
                         module.activation_relu_or_gelu = 0
+                    if isinstance(module, nn.TransformerEncoder):
+                        # Nested tensors are for that, too.
+                        module.use_nested_tensor = False
         return new
 
     root = replaced(root, "")

@@ -54,6 +54,7 @@ def job(config: dict[str, Any]) -> None:
     model = smp.DistributedModel(Counts())
     end = int(by_hand(ids, 8, None)[0, 4])
     model.train()
+    model.get_module().mix.eval()
     for options in ({}, {"eos_token_id": end, "pad_token_id": PAD}):
         found = smp.generate(model, ids.to(device()), 8, **options)
         wanted = by_hand(ids, 8, options.get("eos_token_id"))
@@ -62,6 +63,7 @@ def job(config: dict[str, Any]) -> None:
         assert longer == 0 or config
         assert torch.equal(found.cpu(), nn.functional.pad(wanted, (0, longer), value=PAD))
     assert model.training
+    assert not model.get_module().mix.training
     assert torch.equal(smp.generate(model, ids, 0), ids)
     for text, given in (
         ("must be .B, S.", {"input_ids": ids[0]}),

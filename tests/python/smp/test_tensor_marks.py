@@ -375,14 +375,18 @@ def as_torch_does() -> None:
     with torch.no_grad():
         # torch has a fast path for a whole layer in evaluation.
         encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
+            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2
         ).eval()
         x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(smp.rank()))
         wanted = encoder(x)
+        padded = torch.tensor([[False, False, True], [False, False, False]])
+        masked = encoder(x, src_key_padding_mask=padded)
         smp.set_tensor_parallelism(encoder)
         divided = smp.DistributedModel(encoder).eval()
         assert len(list(divided.distributed_modules()))
         torch.testing.assert_close(divided(x), wanted, rtol=1e-5, atol=1e-5)
+        found = divided(x, src_key_padding_mask=padded)
+        torch.testing.assert_close(found[~padded], masked[~padded], rtol=1e-5, atol=1e-5)
         linear = smp.nn.DistributedLinear(8, 4)
         assert linear(x[:0]).shape == (0, 3, 4)
         with pytest.raises(SMPUsageError, match=r"8 input features, and its input has \[2, 3, 7\]"):
@@ -393,6 +397,10 @@ def as_torch_does() -> None:
                 num_attention_heads=2, attention_head_size=4, hidden_size=8, intermediate_size=16
             )
             layer((x, torch.zeros(2, 1, 1, 3)))
+    x = x.requires_grad_()
+    (gradient,) = torch.autograd.grad(linear(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
     smp.shutdown()
 
 
