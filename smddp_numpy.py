@@ -380,7 +380,7 @@ class Group:
         result = None
         if self.rank == root:
             result = np.empty_like(given, order="C") if out is None else _writable(out, given)
-        how = {"op": int(op), "factor": factor, "root": _whole(root)}
+        how = {"op": int(op), "factor": factor, "root": root}
         return self._run(_REDUCE, given, result, given, wait, timeout, **how)
 
     def broadcast(
@@ -389,7 +389,7 @@ class Group:
         """Sends rank `root`'s array to all; `array` is overwritten on other ranks, and returned."""
         _require_array(array)  # on the root, too, lest it begins alone
         result = _readable(array) if self.rank == root else _writable(array)
-        return self._run(_BROADCAST, None, result, result, wait, timeout, root=_whole(root))
+        return self._run(_BROADCAST, None, result, result, wait, timeout, root=root)
 
     def allgather(
         self, array: Any, *, out: Any = None, wait: bool = True, timeout: float | None = None
@@ -432,7 +432,7 @@ class Group:
         if self.rank == root:
             shape = (self.size, *given.shape)
             result = np.empty(shape, given.dtype) if out is None else _writable(out, given, shape)
-        return self._run(_GATHER, given, result, given, wait, timeout, root=_whole(root))
+        return self._run(_GATHER, given, result, given, wait, timeout, root=root)
 
     def scatter(
         self,
@@ -460,7 +460,7 @@ class Group:
         else:
             block = given[0]
             result = np.empty(block.shape, block.dtype) if out is None else _writable(out, block)
-        return self._run(_SCATTER, given, result, result, wait, timeout, root=_whole(root))
+        return self._run(_SCATTER, given, result, result, wait, timeout, root=root)
 
     def alltoall(
         self, array: Any, *, out: Any = None, wait: bool = True, timeout: float | None = None
@@ -550,6 +550,7 @@ class Group:
         timeout: float | None,
         **more: Any,
     ) -> Any:
+        more["root"] = _whole(more.get("root", 0))
         arguments = _Arguments(collective=collective, timeout=_seconds(timeout), **more)
         if block is not None:
             arguments.count, arguments.type = block.size, _type_of(block)

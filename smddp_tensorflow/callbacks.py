@@ -58,7 +58,7 @@ class AverageMetrics(tf.keras.callbacks.Callback):  # type: ignore[misc]
         logs = logs or {}
         names = sorted(logs)
         values = [np.asarray(logs[name], np.float64) for name in names]
-        own = zlib.crc32(repr([(name, np.shape(logs[name])) for name in names]).encode())
+        own = zlib.crc32(repr([(names, [value.shape for value in values])]).encode())
         others = np.flatnonzero(job.group().allgather(np.array(own)) != own).tolist()
         if others:
             raise ValueError(
@@ -66,8 +66,8 @@ class AverageMetrics(tf.keras.callbacks.Callback):  # type: ignore[misc]
                 f"{others} have others: give `fit` the same metrics and validation data on all "
                 "ranks"
             )
-        together = tf.constant(np.concatenate([value.ravel() for value in values or [np.zeros(0)]]))
-        means = oob_allreduce(together).numpy()
+        together = np.concatenate([np.zeros(0), *map(np.ravel, values)])
+        means = oob_allreduce(tf.constant(together)).numpy()
         for name, value in zip(names, values, strict=True):
             mean, means = means[: value.size].reshape(value.shape), means[value.size :]
             logs[name] = mean if value.ndim else float(mean)

@@ -380,10 +380,9 @@ def _traced(found: Trace, planned: Any) -> _Traced:
         lambda leaf: tf.type_spec_from_value(leaf) if isinstance(leaf, Tensors) else leaf,
         found.result,
     )
-    return _Traced(
-        *(planned, found.trains, outline),
-        *(changed_by_body(planned.model, found), used_by_code(planned.model, found)),
-    )
+    used = used_by_code(planned.model, found)
+    changed = changed_by_body(planned.model, found, used)
+    return _Traced(planned, found.trains, outline, changed, used)
 
 
 def _own(value: Any, mine: set[int]) -> Any:

@@ -79,14 +79,7 @@ def replace_marked(root: nn.Module) -> nn.Module:
             for own, child in list(module._modules.items()):
                 if child is not None:
                     module._modules[own] = replaced(child, f"{name}.{own}" if name else own)
-                    if isinstance(module, nn.TransformerEncoderLayer) and (
-                        module._modules[own] is not child
-                    ):
-                        # Else torch may compute a whole layer from their weights, which are parts.
-                        module.activation_relu_or_gelu = 0
-                    if isinstance(module, nn.TransformerEncoder):
-                        # Nested tensors are for that, too.
-                        module.use_nested_tensor = False
+            _leave_fast_path(module)
         return new
 
     root = replaced(root, "")
@@ -193,6 +186,20 @@ def _obstacle(module: nn.Module, holders: dict[int, list[nn.Module]]) -> str:
         if any(getattr(part, hooks) for hooks in _HOOKS):
             return f"{f'its module {own!r}' if own else 'it'} has hooks, which would be lost"
     return ""
+
+
+def _leave_fast_path(module: nn.Module) -> None:
+    """Lets torch's encoder call the layers in it that are divided.
+
+    In evaluation it would make nested tensors, and compute from weights, which are parts.
+    """
+    if not isinstance(module, nn.TransformerEncoderLayer | nn.TransformerEncoder):
+        return
+    if any(isinstance(part, DistributedModule) for part in module.modules()):
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        else:
+            module.use_nested_tensor = False
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

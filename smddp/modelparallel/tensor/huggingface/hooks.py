@@ -171,12 +171,13 @@ def take(given: dict[str, Any], owner: str, *names: str) -> list[Any]:
         absent = value is None or (
             isinstance(value, list) and not any(v is not None for v in value)
         )
-        if name in _RETURNED and value is not None and value != _RETURNED[name]:
-            raise SMPUsageError(
-                f"{owner} is divided over tensor-parallel ranks, and then takes no {name}={value}: "
-                f"leave it out, or call it with {name}={_RETURNED[name]}"
-            )
-        if name not in names and not absent and name not in _IGNORED and name not in _RETURNED:
+        if name in _RETURNED:
+            if value not in (None, _RETURNED[name]):
+                raise SMPUsageError(
+                    f"{owner} is divided over tensor-parallel ranks, and then takes no "
+                    f"{name}={value}: leave it out, or call it with {name}={_RETURNED[name]}"
+                )
+        elif name not in names and not absent and name not in _IGNORED:
             raise SMPUsageError(
                 f"{owner} is divided over tensor-parallel ranks, and then takes no argument {name}"
             )

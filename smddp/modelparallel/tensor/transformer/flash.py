@@ -126,10 +126,10 @@ class FlashAttentionLayer(nn.Module):
         query, key, value = (x.transpose(1, 2) for x in qkv.unbind(2))
         if attn_mask is not None:
             attn_mask = attn_mask.to(query.dtype)
-        if attn_mask is not None and causal:
-            length = query.shape[-2]
-            seen = visible(length, length, None, query.device)
-            attn_mask, causal = attn_mask.masked_fill(~seen, -math.inf), False
+            if causal:
+                length = query.shape[-2]
+                seen = visible(length, length, None, query.device)
+                attn_mask, causal = attn_mask.masked_fill(~seen, -math.inf), False
         return F.scaled_dot_product_attention(
             query,
             key,
