@@ -178,8 +178,8 @@ wheels:  ## build dist/smddp-*.whl for torch 2.11 to 2.15, and the source distri
 	@tools/wheels.sh
 
 .PHONY: test-wheels
-test-wheels: wheels  ## is the wheel enough, on new environments with three releases of torch? (downloads some GB)
-	tests/wheels/run.sh 2.11 2.13 2.15
+test-wheels: wheels  ## is the wheel enough, on new environments with three releases of torch, and TensorFlow? (downloads some GB)
+	tests/wheels/run.sh torch==2.11 torch==2.13 torch==2.15 tensorflow-cpu==2.21
 
 .PHONY: clean
 clean:  ## remove what was built; environments stay

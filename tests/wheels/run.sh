@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Does the wheel in dist/ work where there is nothing but Python? For each release of torch given:
+# Does the wheel in dist/ work where there is nothing but Python? For each release of a framework given:
 #
-#   tests/wheels/run.sh 2.11 2.13 2.15
+#   tests/wheels/run.sh torch==2.11 torch==2.13 torch==2.15 tensorflow-cpu==2.21
 #
 # a new environment, moved to another folder; then, as a user without rights, with a home that cannot be written, 1 MiB of
-# /dev/shm, neither a compiler nor libfabric: training on 2x2 ranks equals gloo's, and what pip uninstalls is gone. Needs
-# root, for the name spaces. The environments take some GB each; they are removed in the end.
+# /dev/shm, neither a compiler nor libfabric: training on 2x2 ranks equals gloo's, or that of one process of TensorFlow, and
+# what pip uninstalls is gone. With TensorFlow also once with a compiler. Needs root, for the name spaces. The environments
+# take some GB each; they are removed in the end.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ "$(id -u)" = 0 ] || { echo "tests/wheels/run.sh: run it as root" >&2; exit 1; }
@@ -39,27 +40,54 @@ inside() {
       env -i PATH="$0/bin" HOME=/proc OMP_NUM_THREADS=1 "$@"' "$environment" "$base" "$@"
 }
 
-check() {
-  local release=$1
-  rm -rf "$folder"/*
-  python3 -m venv "$folder/made"
-  "$folder/made/bin/python" -m pip install --quiet "torch==$release.*" numpy
-  (cd "$folder/made" && find . -not -path '*/__pycache__*' | sort) >"$folder/before"
-  "$folder/made/bin/python" -m pip install --quiet --no-deps "$wheel"
-  mv "$folder/made" "$folder/moved"
-  cp tests/wheels/train.py "$folder"
-  inside "$folder/moved" "$folder/moved/bin/python" -m torch.distributed.run --nproc-per-node 4 "$folder/train.py"
-  inside "$folder/moved" "$folder/moved/bin/python" -c '
+# What is to be tested with torch. $1: the environment.
+try_torch() {
+  inside "$1" "$1/bin/python" -m torch.distributed.run --nproc-per-node 4 "$folder/train_torch.py"
+  inside "$1" "$1/bin/python" -c '
 import importlib.metadata, shutil, smddp, smdistributed.modelparallel.torch, smdistributed.dataparallel.torch.torch_smddp
 assert shutil.which("c++") is None and shutil.which("g++") is None
 assert importlib.metadata.version("smddp") == smddp.__version__ == importlib.metadata.version("smdistributed")
 '
+}
+
+# Without torch, mpirun or srun starts ranks; here a shell sets their variables. $1: the environment.
+try_tensorflow() {
+  local compiler how
+  for how in numpy compiled; do
+    # g++ calls programs by name.
+    compiler=
+    [ $how = numpy ] || compiler=:/usr/bin:/bin
+    # shellcheck disable=SC2016
+    inside "$1" PATH="$1/bin$compiler" MASTER_ADDR=127.0.0.1 MASTER_PORT=29507 WORLD_SIZE=4 LOCAL_WORLD_SIZE=4 \
+      /bin/bash -c '
+      for rank in 0 1 2 3; do
+        RANK=$rank LOCAL_RANK=$rank python "$@" &
+        ranks+=($!)
+      done
+      for rank in "${ranks[@]}"; do wait "$rank" || failed=1; done
+      exit ${failed:-0}' bash "$folder/train_tensorflow.py" $how
+  done
+}
+
+# $1: a framework of a release, like torch==2.15
+check() {
+  rm -rf "$folder"/*
+  python3 -m venv "$folder/made"
+  "$folder/made/bin/python" -m pip install --quiet "$1.*" numpy
+  (cd "$folder/made" && find . -not -path '*/__pycache__*' | sort) >"$folder/before"
+  "$folder/made/bin/python" -m pip install --quiet --no-deps "$wheel"
+  mv "$folder/made" "$folder/moved"
+  cp tests/wheels/*.py "$folder"
+  case "$1" in
+    torch==*) try_torch "$folder/moved" ;;
+    *) try_tensorflow "$folder/moved" ;;
+  esac
   "$folder/moved/bin/python" -m pip uninstall --quiet --yes smddp
   (cd "$folder/moved" && find . -not -path '*/__pycache__*' | sort) >"$folder/after"
-  diff "$folder/before" "$folder/after" || { echo "torch $release: uninstalling smddp has left what is listed above" >&2; return 1; }
+  diff "$folder/before" "$folder/after" || { echo "$1: uninstalling smddp has left what is listed above" >&2; return 1; }
 }
 
 folder=$(mktemp -d /tmp/smddp-wheel.XXXXXX)
 trap 'rm -rf "$folder"' EXIT
 chmod 755 "$folder"
-for release in "$@"; do check "$release"; done
+for framework in "$@"; do check "$framework"; done
