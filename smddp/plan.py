@@ -185,13 +185,19 @@ def _draw(module: Any, options: argparse.Namespace) -> int:
             for rank in range(count)
         ]
 
-    text = plan_drawing.document(
-        options.collective,
-        [choice(_size_text(size), bytes=size) for size in sizes],
-        [choice(name, nodes=layouts[name]) for name in in_order],
-        (sizes.index(options.bytes if moves else 0), in_order.index(_layout_text(options.nodes))),
-        plans,
-    )
+    size, layout = options.bytes if moves else 0, _layout_text(options.nodes)
+    if options.output.suffix == ".svg":
+        text = plan_drawing.picture(
+            plans(choice("", bytes=size), choice("", nodes=options.nodes)), options.nodes
+        )
+    else:
+        text = plan_drawing.document(
+            options.collective,
+            [choice(_size_text(each), bytes=each) for each in sizes],
+            [choice(name, nodes=layouts[name]) for name in in_order],
+            (sizes.index(size), in_order.index(layout)),
+            plans,
+        )
     options.output.write_text(text)
     print(f"wrote {options.output}")
     return 0
@@ -208,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in (
         ("print", "the steps of one rank"),
         ("check", "verify the plans of all ranks together"),
-        ("draw", "draw the plans of all ranks into an HTML file"),
+        ("draw", "draw the plans of all ranks into a file for a browser"),
     ):
         command = commands.add_parser(
             name,
@@ -254,7 +260,8 @@ def _parser() -> argparse.ArgumentParser:
                 type=Path,
                 metavar="FILE",
                 default=Path("plan.html"),
-                help="where to draw it; default plan.html",
+                help="where to draw it; default plan.html. A name that ends with .svg gets only "
+                "the drawing of this size and layout",
             )
     return parser
 

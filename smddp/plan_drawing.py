@@ -1,7 +1,7 @@
-"""Draws the plans of all ranks as one HTML file: `python -m smddp.plan draw`.
+"""Draws the plans of all ranks as one HTML file, or as one SVG: `python -m smddp.plan draw`.
 
-The file needs nothing else: the drawings are SVG in it, one for each size and layout, and a few
-lines of JavaScript show one of them.
+The HTML file needs nothing else: the drawings are SVG in it, one for each size and layout, and a
+few lines of JavaScript show one of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from smddp.plan_steps import Job, Place, read
 
-__all__ = ["LARGEST", "Choice", "document", "draw"]
+__all__ = ["LARGEST", "Choice", "document", "draw", "picture"]
 
 LARGEST = 32
 """The most ranks that a drawing may have; more could not be read."""
@@ -39,19 +39,24 @@ _OPERATIONS = {
     "flush": ("F", "#d9d2c5", "flush: until the network no longer reads"),
 }
 
-_STYLE = """
+# Of the drawings, also of one in a file of its own.
+_DRAWING_STYLE = """
+svg text{font:10px sans-serif;fill:#222} svg .node{font-weight:bold;font-size:12px}
+svg .rank{font-weight:bold} svg .step text{text-anchor:middle;font-size:9px}
+.lane>rect{fill:#f4f4f2} .arrow{fill:none;stroke-width:1.2}
+.arrow.put{stroke:#c2570c} .arrow.wait{stroke:#5b7db1} .arrow.dim{opacity:.1}
+.step.earlier rect{stroke:#2f4a75;stroke-dasharray:3 2}
+"""
+
+_PAGE_STYLE = """
 body{font:14px/1.4 sans-serif;margin:16px;color:#222;background:#fff}
 h1{font-size:18px;margin:0 0 4px} h2{font-size:14px;margin:8px 0}
 .controls{display:flex;flex-wrap:wrap;gap:8px 24px;margin:12px 0;padding:8px;
  background:#f4f4f2;position:sticky;top:0;z-index:1}
 .controls label{display:flex;gap:6px;align-items:center} output{min-width:64px;font-weight:bold}
-.pane{overflow-x:auto} svg text{font:10px sans-serif;fill:#222}
-svg .node{font-weight:bold;font-size:12px} svg .rank{font-weight:bold}
-svg .step text{text-anchor:middle;font-size:9px} .lane>rect{fill:#f4f4f2}
+.pane{overflow-x:auto}
 .key{display:inline-block;width:14px;height:14px;text-align:center;font-size:9px;margin-right:3px}
 .keys span{margin-right:14px;white-space:nowrap}
-.arrow{fill:none;stroke-width:1.2} .arrow.put{stroke:#c2570c} .arrow.wait{stroke:#5b7db1}
-.arrow.dim{opacity:.1} .step.earlier rect{stroke:#2f4a75;stroke-dasharray:3 2}
 .hide-put .arrow.put,.hide-wait .arrow.wait{display:none}
 """
 
@@ -224,6 +229,18 @@ def draw(texts: Sequence[str], nodes: Sequence[Sequence[int]]) -> tuple[str, str
     return headline, _Drawing(job, all_arrows=len(texts) <= _RANKS_WITH_ALL_ARROWS).text(headline)
 
 
+def picture(texts: Sequence[str], nodes: Sequence[Sequence[int]]) -> str:
+    """Returns the drawing of a collective as an SVG file; the arguments are those of `draw`."""
+    _, drawing = draw(texts, nodes)
+    start, rest = drawing.split(">", 1)
+    # A page may be dark.
+    background = '<rect width="100%" height="100%" fill="#fff"/>'
+    return (
+        f'{start} xmlns="http://www.w3.org/2000/svg"><style>{_DRAWING_STYLE}</style>{background}'
+        f"{rest}\n"
+    )
+
+
 def _legend() -> str:
     keys = "".join(
         f'<span><span class="key" style="background:{color}">{letter}</span>{meaning}</span>'
@@ -294,7 +311,7 @@ def document(
     title = f"Plan of {collective}"
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{title}</h1>{_legend()}"
+        f"<style>{_PAGE_STYLE}{_DRAWING_STYLE}</style></head><body><h1>{title}</h1>{_legend()}"
         f'<div class="controls">{controls}</div>\n'
         + "\n".join(panes)
         + f"\n<script>{_SCRIPT}</script></body></html>\n"

@@ -12,8 +12,10 @@ import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+from ranks import ROOT
 
 from smddp import _load, plan
 from smddp.plan_steps import Job, Number, read
@@ -216,6 +218,18 @@ def test_sliders_have_a_drawing_for_each_position(tmp_path: Path) -> None:
     assert keys == {f"{size} {layout}" for size in range(6) for layout in range(5)}
     assert {pane.ranks for pane in panes} == {4, 8, 16}
     assert len({pane.headline for pane in panes}) > 8
+
+
+def test_the_picture_in_the_documentation_is_what_the_command_draws(tmp_path: Path) -> None:
+    file = tmp_path / "plan.svg"
+    arguments = ["--nodes", "2x2", "--output", str(file)]
+    assert plan.main(["draw", "allreduce", "25MiB", *arguments]) == 0
+    assert file.read_text() == (ROOT / "docs/plan-allreduce.svg").read_text()
+    drawing = ElementTree.parse(file).getroot()
+    steps = [each for each in drawing.iter() if each.get("class", "").startswith("step")]
+    _, panes = _draw(tmp_path, "allreduce 25MiB --nodes 2x2")
+    (shown,) = [pane for pane in panes if not pane.hidden]
+    assert len(steps) == len(shown.steps)
 
 
 def test_layouts_that_an_algorithm_cannot_take_say_so(tmp_path: Path) -> None:
