@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TORCHRUN_4 = (*TORCHRUN[:-1], "--nproc-per-node=4")
 TWO_NODES = ("-m", "smddp.launch", "-n", "4", "--nodes", "2")
 
 
@@ -42,7 +43,7 @@ class Case:
     def how(self) -> str:
         """Returns what starts the ranks."""
         own = {"lightning": "itself", "pytorch-lightning": "itself", "ray": "Ray"}
-        names = {TORCHRUN: "torchrun, 2", TWO_NODES: "smddprun, 2x2"}
+        names = {TORCHRUN: "torchrun, 2", TORCHRUN_4: "torchrun, 4", TWO_NODES: "smddprun, 2x2"}
         return names.get(self.launcher) or f"{own[self.package]}, 2"
 
 
@@ -68,7 +69,13 @@ CASES = [
     Case("Accelerate, SMDDP_INSTEAD_OF", "accelerate", "accelerate_train.py", instead_of=True),
     Case("Accelerate, 2 nodes", "accelerate", "accelerate_train.py", launcher=TWO_NODES),
     Case("Trainer, SMDDP_INSTEAD_OF", "transformers", "transformers_trainer.py", instead_of=True),
+    Case("Trainer, variables of SageMaker", "transformers", "transformers_sagemaker.py"),
     Case('generation, tp_plan="auto"', "transformers", "tensor_parallel.py"),
+    Case('generation, tp_plan="auto", 4 ranks', "transformers", "tensor_parallel.py",
+         launcher=TORCHRUN_4),
+    Case('training, tp_plan="auto"', "transformers", "tensor_parallel.py", ("--train",)),
+    Case('training, tp_plan="auto", 4 ranks', "transformers", "tensor_parallel.py", ("--train",),
+         launcher=TORCHRUN_4),
     Case("Ray Train, TorchConfig", "ray", "ray_train.py", launcher=()),
     Case("ZeRO-1", "deepspeed", "deepspeed_zero.py", ("--stage=1",)),
     Case("ZeRO-2", "deepspeed", "deepspeed_zero.py", ("--stage=2",)),

@@ -1,6 +1,6 @@
 """Generates text with a model that transformers divides over the ranks (tp_plan="auto").
 
-torchrun --nproc-per-node 2 tensor_parallel.py --backend smddp
+torchrun --nproc-per-node 2 tensor_parallel.py --backend smddp [--train]
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import outcome
 import torch
@@ -16,12 +17,43 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 NEW_TOKENS = 64
+STEPS = 20
+
+
+def generate(model: Any, prompt: torch.Tensor) -> None:
+    """Reports the tokens that follow the prompt."""
+    options = {"do_sample": False, "min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
+    with torch.no_grad():
+        loss = float(model(prompt, labels=prompt).loss)
+        model.generate(prompt, **options)  # first calls are slow
+        outcome.start()
+        tokens = model.generate(prompt, **options)
+        outcome.report(loss, [tokens.float()], tokens=NEW_TOKENS)
+
+
+def train(model: Any, prompt: torch.Tensor) -> None:
+    """Reports the weights after some steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = model(prompt, labels=prompt).loss
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    step()  # the first call is slow
+    outcome.start()
+    losses = [step() for _ in range(STEPS)]
+    assert losses[-1] < losses[0] - 0.1, losses
+    outcome.report(losses[-1], model.parameters(), tokens=STEPS * prompt.numel())
 
 
 def main() -> None:
     """Writes a small Llama with random weights, loads it in parts, and generates."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="smddp")
+    parser.add_argument("--train", action="store_true")
     arguments = parser.parse_args()
     dist.init_process_group(arguments.backend)
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
@@ -36,13 +68,7 @@ def main() -> None:
     dist.barrier()
     model = AutoModelForCausalLM.from_pretrained(folder[0], tp_plan="auto")
     prompt = torch.arange(16)[None] * 7
-    options = {"do_sample": False, "min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
-    with torch.no_grad():
-        loss = float(model(prompt, labels=prompt).loss)
-        model.generate(prompt, **options)  # first calls are slow
-        outcome.start()
-        tokens = model.generate(prompt, **options)
-        outcome.report(loss, [tokens.float()], tokens=NEW_TOKENS)
+    (train if arguments.train else generate)(model, prompt)
     dist.barrier()
     if dist.get_rank() == 0:
         for file in Path(folder[0]).iterdir():

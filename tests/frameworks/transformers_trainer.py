@@ -24,7 +24,7 @@ class Texts(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def main() -> None:
+def main(use_cpu: bool = True) -> None:
     """Trains for two epochs."""
     set_seed(7)
     model = GPT2LMHeadModel(
@@ -38,7 +38,7 @@ def main() -> None:
             model=model,
             args=TrainingArguments(
                 output_dir=folder,
-                use_cpu=True,
+                use_cpu=use_cpu,
                 num_train_epochs=2,
                 per_device_train_batch_size=4,
                 learning_rate=1e-2,
