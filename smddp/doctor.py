@@ -214,10 +214,27 @@ def _available_memory() -> int:
     return available
 
 
-def _cards() -> Iterator[Finding]:
+def _providers_of_cards() -> set[str]:
+    """Returns libfabric's providers for the cards of this host that bypass the kernel."""
     drivers = {path.resolve().name for path in (_SYS / "class/infiniband").glob("*/device/driver")}
     cards = {CARDS[name] for name in drivers if name in CARDS}
-    cards |= {"cxi" for _ in (_SYS / "class/cxi").glob("*")}
+    return cards | {"cxi" for _ in (_SYS / "class/cxi").glob("*")}
+
+
+def _huge_pages() -> Finding:
+    pools = sorted((_SYS / "kernel/mm/hugepages").glob("hugepages-*kB/nr_hugepages"))
+    counts = {int(pool.parent.name[10:-2]) >> 10: int(pool.read_text()) for pool in pools}
+    reserved = ", ".join(f"{count} of {size} MiB" for size, count in counts.items() if count)
+    if "efa" in _providers_of_cards() and not reserved:
+        return Finding(
+            "huge pages", _WARNING, "none is reserved; EFA's provider takes its buffers from them",
+            "reserve some, as the EFA installer does: sysctl vm.nr_hugepages=5120",
+        )  # fmt: skip
+    return Finding("huge pages", _OK, f"reserved: {reserved or 'none; only EFA needs them'}")
+
+
+def _cards() -> Iterator[Finding]:
+    cards = _providers_of_cards()
     why = _load.load().build_info()["no_libfabric"]
     if cards and why:
         yield Finding(
@@ -269,7 +286,8 @@ def _is_address_here(text: str) -> bool:
 
 
 _CHECKS: list[Callable[[], Any]] = [
-    _settings, _versions, _instructions, _numa, _clock, _files, _memory, _cards, _interface,
+    _settings, _versions, _instructions, _numa, _clock, _files, _memory, _huge_pages, _cards,
+    _interface,
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hosts
 import interpreters
 import programs
 import pytest
@@ -112,6 +113,7 @@ def test_limits(which: int, value: int, check: str, state: str, text: str, remed
     [
         ({"clock": "hpet"}, "clock", "warning", "the clock is hpet", "clocksource=tsc"),
         ({"nodes": 2}, "NUMA", "warning", "2 nodes", "--numa-binding"),
+        ({"card": "efa"}, "huge pages", "warning", "none is reserved", "vm.nr_hugepages"),
         ({"card": "efa"}, "locked memory", "fault", "64 KiB", "ulimit -l unlimited"),
     ],
 )
@@ -199,6 +201,31 @@ def test_hosts_that_do_not_reach_one_another() -> None:
         assert f"✗ connections: {here} does not reach {there} at 127.0.0.1:" in ended.stdout
     assert "name the network that connects them in SMDDP_INTERFACE" in ended.stdout
     assert ended.stdout.count("✓ versions") == 2  # rank 0 has printed what both have found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
+@pytest.mark.costly
+def test_hosts_with_a_firewall_between_them(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On another network than the launcher's, all packets vanish, as a firewall drops them."""
+    monkeypatch.setenv("SMDDP_INTERFACE", "eth1")
+    with hosts.Hosts(2) as network:
+        for number, host in enumerate(network.hosts):
+            host.run("ip link add eth1 type veth peer name nowhere")
+            host.run(f"ip addr add 10.78.0.{number + 1}/24 dev eth1")
+            host.run("ip link set eth1 up")
+            host.run("ip link set nowhere up")
+            # An address that nobody has; without it, the sender would hear of the missing host.
+            host.run(f"ip neigh add 10.78.0.{2 - number} lladdr 02:00:00:00:00:99 dev eth1")
+        assert hosts.launch(network, 1, ["-m", "smddp.doctor"]) != 0
+    found = capfd.readouterr().out
+    for here, there in (("host0", "host1"), ("host1", "host0")):
+        assert f"✗ connections: {here} does not reach {there} at 10.78.0." in found
+    remedy = "→ ranks connect to one another on any port: open the firewall between the hosts"
+    assert found.count(f"no answer within 3 s\n      {remedy}") == 2
 
 
 @pytest.mark.multiprocess

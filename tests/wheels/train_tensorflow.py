@@ -1,6 +1,6 @@
 """Trains on two nodes of two ranks as one process does; fails unless the models are equal.
 
-tests/wheels/run.sh starts the ranks where nothing but TensorFlow and the wheel of smddp is installed.
+tests/wheels/run.sh starts the ranks, where nothing but TensorFlow and the wheel is installed.
 The first argument says how collectives have to run: `compiled`, or `numpy` without a compiler.
 """
 
@@ -46,8 +46,9 @@ if __name__ == "__main__":
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         sdp.init()
-    how = "numpy" if any("there is no C++ compiler" in str(one.message) for one in said) else "compiled"
-    assert how == sys.argv[1], (how, [str(one.message) for one in said])
+    texts = " ".join(str(one.message) for one in said)
+    how = "numpy" if "there is no C++ compiler" in texts else "compiled"
+    assert how == sys.argv[1], (how, texts)
     ours, single = train(sdp.rank(), sdp.size(), True), train(0, 1, False)
     for mine, other in zip(ours, single, strict=True):
         tf.debugging.assert_near(mine, other, rtol=1e-5, atol=1e-6)
