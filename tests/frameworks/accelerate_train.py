@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 2 accelerate_train.py --backend smddp
 SMDDP_INSTEAD_OF=gloo torchrun --nproc-per-node 2 accelerate_train.py
+SMDDP_INSTEAD_OF=gloo python accelerate_train.py --start
 """
 
 from __future__ import annotations
@@ -10,17 +11,13 @@ import argparse
 
 import outcome
 import torch.distributed as dist
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, debug_launcher
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
 
-def main() -> None:
+def train(arguments: argparse.Namespace) -> None:
     """Trains for two epochs."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", help="default: what Accelerate chooses, gloo")
-    parser.add_argument("--fsdp2", action="store_true")
-    arguments = parser.parse_args()
     if arguments.backend:
         # Accelerate's own choice on CPUs is fixed, but it takes a group that exists.
         dist.init_process_group(arguments.backend)
@@ -44,6 +41,19 @@ def main() -> None:
     last = accelerator.reduce(loss.detach(), reduction="mean")
     outcome.report(float(last), model.parameters())
     accelerator.end_training()
+
+
+def main() -> None:
+    """Trains in this process, as a rank, or starts two ranks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", help="default: what Accelerate chooses, gloo")
+    parser.add_argument("--fsdp2", action="store_true")
+    parser.add_argument("--start", action="store_true", help="as a notebook does")
+    arguments = parser.parse_args()
+    if arguments.start:
+        debug_launcher(train, (arguments,), num_processes=2)
+    else:
+        train(arguments)
 
 
 if __name__ == "__main__":

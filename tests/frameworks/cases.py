@@ -42,7 +42,12 @@ class Case:
     @property
     def how(self) -> str:
         """Returns what starts the ranks."""
-        own = {"lightning": "itself", "pytorch-lightning": "itself", "ray": "Ray"}
+        own = {
+            "accelerate": "debug_launcher",
+            "lightning": "itself",
+            "pytorch-lightning": "itself",
+            "ray": "Ray",
+        }
         names = {TORCHRUN: "torchrun, 2", TORCHRUN_4: "torchrun, 4", TWO_NODES: "smddprun, 2x2"}
         return names.get(self.launcher) or f"{own[self.package]}, 2"
 
@@ -67,6 +72,8 @@ CASES = [
          ("--strategy=fsdp2",), launcher=()),
     Case("Accelerate, group made before", "accelerate", "accelerate_train.py"),
     Case("Accelerate, SMDDP_INSTEAD_OF", "accelerate", "accelerate_train.py", instead_of=True),
+    Case("Accelerate, started from a notebook", "accelerate", "accelerate_train.py", ("--start",),
+         launcher=(), instead_of=True),
     Case("Accelerate, 2 nodes", "accelerate", "accelerate_train.py", launcher=TWO_NODES),
     Case("Trainer, SMDDP_INSTEAD_OF", "transformers", "transformers_trainer.py", instead_of=True),
     Case("Trainer, variables of SageMaker", "transformers", "transformers_sagemaker.py"),
