@@ -22,9 +22,7 @@ __all__ = ["generate"]
 
 
 @step
-def _next_logits(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Tensor], last: int
-) -> Tensor:
+def _next_logits(model: Any, args: tuple[Any, ...], kwargs: dict[str, Tensor], last: int) -> Tensor:
     """Returns the logits [B, V] of the token after the one at position `last`."""
     result = model(*args, **kwargs)
     logits = getattr(result, "logits", result)

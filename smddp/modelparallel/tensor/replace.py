@@ -115,7 +115,7 @@ def alike_on_all(make: Callable[[], nn.Module]) -> nn.Module:
         return _description(made[0])
 
     what, group = "smp.DistributedModel", state.groups.of("tp")
-    with together(what, group, "the tensor-parallel group"):
+    with together(what, group):
         of_ranks = done_on_all(what, described, group)
     first, *ranks = state.topology.members("tp")
     for rank, other in zip(ranks, of_ranks[1:], strict=True):

@@ -139,8 +139,6 @@ def own_heads(config: dict[str, Any]) -> None:
         smp.shutdown()
 
 
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("ranks", "config"),
