@@ -13,7 +13,6 @@ from smddp.modelparallel.api.step import step
 from smddp.modelparallel.common.lost import smp_errors
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.model.distributed_model import DistributedModel
-from smddp.modelparallel.tensor.huggingface.hooks import masked
 from smddp.modelparallel.tensor.module import sequence_multiple
 from smddp.modelparallel.tensor.transformer.lm_head import DistributedTransformerLMHead
 from smddp_smp.errors import SMPUsageError
@@ -27,10 +26,10 @@ def _next_logits(model: Any, args: tuple[Any, ...], kwargs: dict[str, Tensor], l
     result = model(*args, **kwargs)
     logits = getattr(result, "logits", result)
     if not isinstance(logits, Tensor) or logits.dim() != 3:
+        found = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(result).__name__}"
         raise SMPUsageError(
             "smp.generate: the model must return logits [B, S, V], or an object that has them as "
-            f"`logits`, not a {type(result).__name__}"
-            + (f" {list(logits.shape)}" if isinstance(logits, Tensor) else "")
+            f"`logits`, not {found}"
         )
     return logits[:, last]
 
@@ -54,7 +53,7 @@ def generate(
 
     Args:
         model: a smp.DistributedModel that takes `input_ids`, and returns logits [B, S, V] or an
-            object that has them as `logits`, as the language models of Hugging Face do; or one of
+            object that has them as `logits`, as the language models of Hugging Face do. Or one of
             a smp.nn.DistributedTransformerLMHead with a head and a causal mask.
         input_ids: the beginnings, [B, S]. The number of microbatches divides B.
         max_new_tokens: how many tokens are added at most.
@@ -129,18 +128,20 @@ def _own_head(model: DistributedModel) -> DistributedTransformerLMHead | None:
     One that has taken the place of another model takes that one's arguments, by a hook.
     """
     root = model.get_module()
-    own = isinstance(root, DistributedTransformerLMHead) and not root._forward_pre_hooks_with_kwargs
-    return root if own else None  # type: ignore[return-value]
+    if isinstance(root, DistributedTransformerLMHead) and not root._forward_pre_hooks_with_kwargs:
+        return root
+    return None
 
 
 def _tuple_of(
     head: DistributedTransformerLMHead, arguments: dict[str, Tensor]
 ) -> tuple[Tensor | None, ...]:
     """Returns what a language model of `smp.nn` takes for arguments as in Hugging Face."""
-    positions = arguments.get("position_ids")
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    if mask is not None:
+        mask = 1 - mask.long()
     if head.position_embedding is None and not head.rotary:
         positions = None  # only distances count
-    mask = masked(arguments.get("attention_mask"))
     return arguments["input_ids"], mask, None, positions, None
 
 

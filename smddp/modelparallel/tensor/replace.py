@@ -119,7 +119,7 @@ def alike_on_all(make: Callable[[], nn.Module]) -> nn.Module:
         of_ranks = done_on_all(what, described, group)
     first, *ranks = state.topology.members("tp")
     for rank, other in zip(ranks, of_ranks[1:], strict=True):
-        # Names of parameters differ where modules do, so that the modules are named if they do.
+        # At last whether parameters need gradients: where modules differ, so do these names.
         for name in sorted({**of_ranks[0], **other}, key=lambda name: name.endswith(_NEEDS)):
             there, here = (found.get(name, "not divided") for found in (of_ranks[0], other))
             if there != here:
