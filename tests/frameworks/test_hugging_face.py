@@ -681,6 +681,8 @@ def whole_without(name: str, options: dict[str, Any]) -> None:
             ),
         ),
         ("bert", {"position_embedding_type": "relative_key"}),
+        ("bert", {"hidden_act": "silu"}),
+        ("gpt2", {"output_hidden_states": True}),
     ],
 )
 def test_options_of_which_only_parts_are_divided(name: str, options: dict[str, Any]) -> None:
