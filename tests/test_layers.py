@@ -123,7 +123,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     FOOTPRINT: {SHARED, COMMON, JOB, PIPELINE, PARTITION, OPTIMIZER, MODEL},
     API: {
         *(SHARED, COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, OPTIMIZER, MODEL, FOOTPRINT),
-        TENSOR,
+        *(TENSOR, TRANSFORMER),
     },
     "smddp.modelparallel": {
         *(HUGGING_FACE, SHARED),

@@ -14,16 +14,23 @@ from smddp.modelparallel.common.lost import smp_errors
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.model.distributed_model import DistributedModel
 from smddp.modelparallel.tensor.module import sequence_multiple
+from smddp.modelparallel.tensor.transformer.lm_head import DistributedTransformerLMHead
 from smddp_smp.errors import SMPUsageError
 
 __all__ = ["generate"]
 
 
 @step
-def _next_logits(model: Any, arguments: dict[str, Tensor], last: int) -> Tensor:
+def _next_logits(model: Any, args: tuple[Any, ...], kwargs: dict[str, Tensor], last: int) -> Tensor:
     """Returns the logits [B, V] of the token after the one at position `last`."""
-    result = model(**arguments)
-    logits: Tensor = getattr(result, "logits", result)
+    result = model(*args, **kwargs)
+    logits = getattr(result, "logits", result)
+    if not isinstance(logits, Tensor) or logits.dim() != 3:
+        found = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(result).__name__}"
+        raise SMPUsageError(
+            "smp.generate: the model must return logits [B, S, V], or an object that has them as "
+            f"`logits`, not {found}"
+        )
     return logits[:, last]
 
 
@@ -46,11 +53,13 @@ def generate(
 
     Args:
         model: a smp.DistributedModel that takes `input_ids`, and returns logits [B, S, V] or an
-            object that has them as `logits`, as the language models of Hugging Face do.
+            object that has them as `logits`, as the language models of Hugging Face do. Or one of
+            a smp.nn.DistributedTransformerLMHead with a head and a causal mask.
         input_ids: the beginnings, [B, S]. The number of microbatches divides B.
         max_new_tokens: how many tokens are added at most.
         attention_mask: [B, S], 0 for padding, which comes first; None if there is none. With
-            padding the model has to take `attention_mask` and `position_ids`.
+            padding the model has to take `attention_mask` and `position_ids`. It is 1 for other
+            tokens also with DistributedTransformerLMHead, whose own masks are the other way round.
         eos_token_id: ends a text; None if nothing does.
         pad_token_id: follows the end of a text; None for eos_token_id.
 
@@ -58,7 +67,8 @@ def generate(
         The texts with their beginnings, [B, S + n], on the device of input_ids.
 
     Raises:
-        SMPUsageError: an argument is wrong, or the call is inside a step.
+        SMPUsageError: an argument is wrong, the model returns something else, or the call is inside
+            a step.
     """
     if state.in_step:
         raise SMPUsageError("smp.generate makes steps, so it cannot be called in one")
@@ -75,6 +85,12 @@ def generate(
         )
     if attention_mask is not None and not attention_mask[:, -1].all():
         raise SMPUsageError("smp.generate: padding has to come first, but a text ends with it")
+    head = _own_head(model)
+    if head is not None and not (head.add_lm_head and head.causal):
+        raise SMPUsageError(
+            "smp.generate: a DistributedTransformerLMHead can write only if it is made with "
+            "add_lm_head=True and a causal_mask_size"
+        )
     pad = eos_token_id if pad_token_id is None else pad_token_id
     ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
     multiple = sequence_multiple(model)
@@ -89,7 +105,9 @@ def generate(
             # No token sees those that come after it.
             length = input_ids.shape[1]
             padded = {key: F.pad(x, (0, -length % multiple)) for key, x in arguments.items()}
-            token = _next_logits(model, padded, length - 1).concat().argmax(-1).to(input_ids)
+            args, kwargs = ((), padded) if head is None else ((_tuple_of(head, padded),), {})
+            logits = _next_logits(model, args, kwargs, length - 1)
+            token = logits.concat().argmax(-1).to(input_ids)
             if eos_token_id is not None:
                 token = token.masked_fill(ended, pad)
                 ended = ended | (token == eos_token_id)
@@ -102,6 +120,29 @@ def generate(
         for module, training in modes:
             module.training = training
     return input_ids
+
+
+def _own_head(model: DistributedModel) -> DistributedTransformerLMHead | None:
+    """Returns the model if it is the language model of `smp.nn`, which takes one tuple.
+
+    One that has taken the place of another model takes that one's arguments, by a hook.
+    """
+    root = model.get_module()
+    if isinstance(root, DistributedTransformerLMHead) and not root._forward_pre_hooks_with_kwargs:
+        return root
+    return None
+
+
+def _tuple_of(
+    head: DistributedTransformerLMHead, arguments: dict[str, Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Returns what a language model of `smp.nn` takes for arguments as in Hugging Face."""
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    if mask is not None:
+        mask = 1 - mask.long()
+    if head.position_embedding is None and not head.rotary:
+        positions = None  # only distances count
+    return arguments["input_ids"], mask, None, positions, None
 
 
 # As a method, too. The class cannot have it itself, because it makes no steps.

@@ -92,9 +92,8 @@ class MemoryReport(contextlib.AbstractContextManager["MemoryReport"]):
             *({}, measured, count(runtime.memory(), runtime.device)),
         )
         place = topology.rank_in("pp"), topology.rank_in("rdp")
-        found = gathered(
-            "smp.memory", (mine, place, predictions, notes), state.groups.of("world"), "the job"
-        )
+        everything = (mine, place, predictions, notes)
+        found = gathered("smp.memory", everything, state.groups.of("world"))
         self.ranks = [row for row, *_ in found]
         *_, predictions, self.notes = found[0]
         for row, place, *_ in found:

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from smddp._spans import spans
 from smddp_smp.errors import SMPPeerError
 from smddp_smp.failure import summary
 
@@ -30,44 +31,41 @@ _numbers = itertools.count()
 
 
 @contextlib.contextmanager
-def together(what: str, group: dist.ProcessGroup, whole: str = "the pipeline") -> Iterator[None]:
+def together(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Surrounds the collectives of a call that all ranks of a group have to make.
 
     Args:
         what: the call; for messages.
         group: the ranks that have to make it.
-        whole: what the group is, for messages, which number its ranks.
 
     Raises:
         SMPPeerError: a rank has not made it within the timeout of the process group, or has failed
             in it.
     """
-    missing = _meet(what, group, whole)
+    missing, everybody = _meet(what, group), _listed(dist.get_process_group_ranks(group))
     try:
         yield
     except RuntimeError as error:
         if late := missing():
             raise SMPPeerError(
-                f"{what}: not all ranks of {whole} answered (rank {_listed(late)} did not); all of "
-                f"them have to call it, at the same point of the script ({error})"
+                f"{what}: rank {_listed(late)} of the job did not answer; ranks {everybody} have "
+                f"to call it, at the same point of the script ({error})"
             ) from error
         if isinstance(error, dist.DistError):
             raise SMPPeerError(
-                f"{what} failed, though all ranks of {whole} have called it: {error}"
+                f"{what} failed, though ranks {everybody} of the job have called it: {error}"
             ) from error
         # An error of other code, such as the model's: gloo has no class of its own.
         raise
 
 
-def gathered(
-    what: str, mine: Any, group: dist.ProcessGroup, whole: str = "the pipeline"
-) -> list[Any]:
+def gathered(what: str, mine: Any, group: dist.ProcessGroup) -> list[Any]:
     """Returns what each rank of a group gives, in the order of its ranks; any objects that pickle.
 
     Arguments and errors are those of `together`.
     """
     parts: list[Any] = [None] * group.size()
-    with together(what, group, whole):
+    with together(what, group):
         dist.all_gather_object(parts, mine, group=group)
     return parts
 
@@ -124,35 +122,36 @@ def done_on_all(what: str, work: Callable[[], Any], group: dist.ProcessGroup) ->
 
 
 def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
+    return ", ".join(spans(ranks))
 
 
-def _meet(what: str, group: dist.ProcessGroup, whole: str) -> Callable[[], list[int]]:
+def _meet(what: str, group: dist.ProcessGroup) -> Callable[[], list[int]]:
     """Waits for the other ranks for `_LOG_AFTER`, and warns if some have not come.
 
     Returns:
-        A function that returns the ranks that have not come until then; none if the store is gone.
+        A function that returns the ranks, of the job, that have not come until then; none if the
+        store is gone.
     """
     store = distributed_c10d._get_process_group_store(group)
-    me, size = group.rank(), group.size()
-    number = next(_numbers)
-    keys = [f"smp/meeting{number}/{rank}" for rank in range(size)]
+    ranks, number = dist.get_process_group_ranks(group), next(_numbers)
+    keys = {rank: f"smp/meeting{number}/{rank}" for rank in ranks}
+    me = ranks[group.rank()]
     store.set(keys[me], "")
 
     def missing() -> list[int]:
         try:
-            return [rank for rank in range(size) if not store.check([keys[rank]])]
+            return [rank for rank, key in keys.items() if not store.check([key])]
         except RuntimeError:
             return []
 
     try:
-        store.wait(keys, _LOG_AFTER)
+        store.wait([*keys.values()], _LOG_AFTER)
     except RuntimeError:
         late = missing()
         if late:
             log.warning(
-                "smp: %s on rank %d waits for rank %s of %s. All of them have to call it, at the "
+                "smp: %s on rank %d waits for rank %s of the job. Ranks %s have to call it, at the "
                 "same point of the script",
-                *(what, me, _listed(late), whole),
+                *(what, me, _listed(late), _listed(ranks)),
             )
     return missing

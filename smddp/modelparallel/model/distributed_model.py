@@ -379,7 +379,8 @@ class DistributedModel(ModelQueries):
         """Gathers all parameters and buffers on every rank of the pipeline, in host memory.
 
         All ranks of the pipeline have to call it. The next step makes what lives on other ranks
-        empty again. Before it is decided where modules live, it does nothing.
+        empty again. Before it is decided where modules live, it does nothing. A parameter that is
+        divided over tensor-parallel ranks stays this rank's part: `state_dict` unites the parts.
 
         Raises:
             SMPPeerError: a rank has not called it within the timeout of the process group.

@@ -1,7 +1,7 @@
 """The optimizers of `smp.optimizers`; norms are those of the whole model.
 
-Names and arguments are those of NVIDIA Apex. FusedAdam is one kernel of torch for all parameters;
-the others are made of ordinary torch operations.
+Names and arguments are those of NVIDIA Apex, but FusedAdam needs bias_correction=True. It is one
+kernel of torch for all parameters; the others are made of ordinary torch operations.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FusedAdam(torch.optim.Adam):
         set_grad_none: bool = True,
     ) -> None:
         if not bias_correction:
-            raise ValueError("FusedAdam: bias_correction=False is not supported")
+            raise ValueError("FusedAdam: bias_correction=False is not supported; leave it out")
         super().__init__(
             *(params, lr, betas, eps, weight_decay, amsgrad),
             fused=True,

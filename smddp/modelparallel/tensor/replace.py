@@ -115,11 +115,12 @@ def alike_on_all(make: Callable[[], nn.Module]) -> nn.Module:
         return _description(made[0])
 
     what, group = "smp.DistributedModel", state.groups.of("tp")
-    with together(what, group, "the tensor-parallel group"):
+    with together(what, group):
         of_ranks = done_on_all(what, described, group)
     first, *ranks = state.topology.members("tp")
     for rank, other in zip(ranks, of_ranks[1:], strict=True):
-        for name in {**of_ranks[0], **other}:
+        # At last whether parameters need gradients: where modules differ, so do these names.
+        for name in sorted({**of_ranks[0], **other}, key=lambda name: name.endswith(_NEEDS)):
             there, here = (found.get(name, "not divided") for found in (of_ranks[0], other))
             if there != here:
                 raise SMPUsageError(
@@ -127,6 +128,9 @@ def alike_on_all(make: Callable[[], nn.Module]) -> nn.Module:
                     f"{there} on rank {first} of the job, and {here} on rank {rank}"
                 )
     return made[0]
+
+
+_NEEDS = ".requires_grad"
 
 
 def _description(root: nn.Module) -> dict[str, str]:
@@ -148,6 +152,8 @@ def _description(root: nn.Module) -> dict[str, str]:
                     for own, text in options
                     if text and not own.startswith("_smp") and own != "training"
                 )
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        found[f"{name}{_NEEDS}"] = repr(parameter.requires_grad)
     return found
 
 

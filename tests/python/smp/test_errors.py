@@ -1039,12 +1039,11 @@ def asked_by_one_rank(what: str) -> tuple[str, list[str]]:
 )
 def test_what_one_rank_alone_asks_for(what: str) -> None:
     (asking, warned), (other, silent) = check_ranks(asked_by_one_rank, "2", what)
-    assert asking.startswith(f"{what}: not all ranks of the pipeline answered")
-    assert "all of them have to call it" in asking
+    assert asking.startswith(f"{what}: rank 1 of the job did not answer; ranks 0-1 have to")
     assert "nothing comes from rank 0 of the pipeline any more" in other
     # Long before the timeout of the group.
     assert len(warned) == 1
-    assert f"smp: {what} on rank 0 waits for rank 1 of the pipeline" in warned[0]
+    assert f"smp: {what} on rank 0 waits for rank 1 of the job" in warned[0]
     assert not silent
 
 
@@ -1083,5 +1082,5 @@ def test_a_call_that_fails_on_another_rank_names_no_missing_rank() -> None:
     failed, waited = check_ranks(fails_while_gathering, "2", (0,), "auto")
     assert failed == "RuntimeError: by the user"
     assert waited.startswith(
-        "SMPPeerError: state_dict failed, though all ranks of the pipeline have called it: "
+        "SMPPeerError: state_dict failed, though ranks 0-1 of the job have called it: "
     )

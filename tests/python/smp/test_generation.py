@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import types
 from typing import Any
 
 import pytest
 import torch
 from ranks import check_ranks
+from smp import transformer_reference as reference
 from smp.zoo import device
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp_smp.errors import SMPUsageError
+from smddp_smp.errors import SMPError, SMPUsageError
 
 WORDS, PAD = 11, 0
 
@@ -79,3 +81,98 @@ def job(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("config", [{}, {"deterministic_server": True}], ids=["", "one order"])
 def test_texts_are_those_of_one_process(config: dict[str, Any]) -> None:
     check_ranks(job, "4", config)
+
+
+HEAD: dict[str, Any] = {
+    "num_layers": 2,
+    "activation": "gelu",
+    "layernorm_epsilon": 1e-5,
+    "num_attention_heads": 2,
+    "attention_head_size": 4,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "vocab_size": 12,
+    "num_positions": 12,
+    "causal_mask_size": 12,
+    "initializer_range": 0.5,
+    "use_normal_initialization": True,
+}
+PRE = {"pre_layernorm": True, "post_layernorm": False}
+POST = {"pre_layernorm": False, "post_layernorm": True}
+HEADS: list[dict[str, Any]] = [
+    {**PRE, "distribute_embedding": True},
+    {**POST, "use_alibi": True, "tie_word_embeddings": False},
+    {**PRE, "add_cross_attention": True, "num_token_types": 2, "sequence_parallel": True},
+]
+
+
+def written(model: Any, ids: Tensor, mask: Tensor, count: int) -> list[list[int]]:
+    """The oracle: each text alone, in one process, without padding."""
+    texts = []
+    with torch.no_grad():
+        for text, seen in zip(ids, mask, strict=True):
+            for _ in range(count):
+                kept = torch.cat([text[: len(seen)][seen.bool()], text[len(seen) :]])[None]
+                logits = model((kept, None, None, None, None))
+                text = torch.cat([text, logits[0, -1:].argmax(-1)])
+            texts.append(text.tolist())
+    return texts
+
+
+def own_heads(config: dict[str, Any]) -> None:
+    for options in HEADS:
+        smp.init({"ddp": True, "microbatches": 2, "tensor_parallel_degree": 2, **config})
+        torch.manual_seed(1)
+        model = smp.DistributedModel(smp.nn.DistributedTransformerLMHead(**HEAD, **options))
+        alone = reference.LMHead(**{**HEAD, **options, "add_cross_attention": False}).eval()
+        state = {name: value.cpu() for name, value in model.state_dict().items()}
+        alone.load_state_dict({n: v for n, v in state.items() if "cross_attention" not in n})
+        own = smp.rdp_rank() if "prescaled_batch" in config else smp.dp_rank()
+        ids = torch.randint(12, (4, 3), generator=torch.Generator().manual_seed(own))
+        whole, mask = torch.ones_like(ids), torch.ones_like(ids)
+        mask[0, :2] = 0
+        for given in (None, mask.bool()):
+            found = smp.generate(model, ids.to(device()), 5, given).tolist()
+            assert found == written(alone, ids, whole if given is None else mask, 5), options
+        del model
+        gc.collect()
+        smp.shutdown()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [("2", {}), ("2", {"prescaled_batch": True}), ("4", {"partitions": 2})],
+    ids=["batch of each rank", "one batch", "2 partitions"],
+)
+def test_the_language_model_of_smp_writes(ranks: str, config: dict[str, Any]) -> None:
+    check_ranks(own_heads, ranks, config, timeout=120)
+
+
+class Pair(nn.Linear):
+    def forward(self, input_ids: Tensor) -> Any:
+        return (input_ids, input_ids)
+
+
+def no_logits() -> None:
+    for make, text in (
+        (lambda: head(add_lm_head=False), "made with add_lm_head=True and a causal_mask_size"),
+        (lambda: head(causal_mask_size=None), "made with add_lm_head=True and a causal_mask_size"),
+        (lambda: Pair(1, 1), "must return logits .B, S, V., or an object .*, not a tuple"),
+    ):
+        smp.init({"ddp": True, "tensor_parallel_degree": 2})
+        model = smp.DistributedModel(make())
+        with pytest.raises(SMPError, match=text):
+            smp.generate(model, torch.zeros(2, 3, dtype=torch.long), 1)
+        del model
+        gc.collect()
+        smp.shutdown()
+
+
+def head(**options: Any) -> nn.Module:
+    return smp.nn.DistributedTransformerLMHead(**{**HEAD, **options})
+
+
+@pytest.mark.multiprocess
+def test_models_that_cannot_write() -> None:
+    check_ranks(no_logits, "2")

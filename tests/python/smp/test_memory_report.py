@@ -547,7 +547,7 @@ def asked_by_one_rank() -> tuple[str, list[str]]:
 
 def test_a_call_on_one_rank_alone_ends_and_names_the_missing_one() -> None:
     (text, said), _ = check_ranks(asked_by_one_rank, "2")
-    assert text.startswith("smp.memory: not all ranks of the job answered (rank 1 did not)")
+    assert text.startswith("smp.memory: rank 1 of the job did not answer; ranks 0-1 have")
     assert any("smp.memory on rank 0 waits for rank 1 of the job" in line for line in said)
 
 

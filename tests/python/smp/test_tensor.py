@@ -290,6 +290,21 @@ def embedded() -> None:
     rows.square().sum().backward()
     assert whole.weight.grad is not None
     torch.testing.assert_close(part.weight.grad, whole.weight.grad.chunk(2, 1)[smp.tp_rank()])
+    # Without one exchange, or both.
+    own, everything = ids[smp.tp_rank()], torch.cat(ids)
+    features = whole(everything).chunk(2, -1)[smp.tp_rank()]
+    for gathers, unites in ((False, True), (True, False), (False, False)):
+        skips = {"_skip_allgather": not gathers, "_skip_scatter_and_merge": not unites}
+        part = DistributedEmbedding(WORDS, WIDTH, **arguments, **skips)
+        found = part(own if gathers else everything)
+        torch.testing.assert_close(found, whole(own) if unites else features)
+        found.square().sum().backward()
+        torch.testing.assert_close(part.weight.grad, whole.weight.grad.chunk(2, 1)[smp.tp_rank()])
+    for options, deviation in (({}, 0.02), ({"initializer_range": 0.5}, 0.5)):
+        torch.manual_seed(1)
+        new = DistributedEmbedding(100, 100, padding_idx=3, **options).weight
+        assert not new[3].any()
+        assert new[4:].std().item() == pytest.approx(deviation, rel=0.05)
     with smp.tensor_parallelism():
         net = nn.Sequential(nn.Embedding(4, 4, max_norm=1.0), nn.Embedding(4, 4, sparse=True))
     for wrong, text in (

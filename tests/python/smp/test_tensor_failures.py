@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from smp.zoo import Fault
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.job import meeting
 from smddp.modelparallel.tensor.embedding import DistributedEmbedding
 from smddp.modelparallel.tensor.linear import DistributedLinear
 
@@ -137,3 +139,53 @@ def test_all_ranks_end_at_once_and_the_next_step_is_right(
         peers = [error for error in errors if error.startswith("SMPPeerError")]
         assert len(peers) == size - partitions
     assert failed == dict.fromkeys(PLACES, len(faulty(size)) // partitions)
+
+
+def asked_alone(partitions: int) -> dict[str, str]:
+    """Returns what a rank is told that calls without the others what all of a tp group have to."""
+    meeting._LOG_AFTER = timedelta(milliseconds=100)
+    smp.init({"ddp": True, "tensor_parallel_degree": 2, "partitions": partitions})
+    model = smp.DistributedModel(Model(DistributedLinear, DistributedEmbedding))
+    optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+    train(model, batch_of(0, smp.dp_rank()), "")
+    optimizer.step()
+    parts = model.local_state_dict(), optimizer.local_state_dict()
+    # Only these have a short timeout: everything else must work on a slow machine, too.
+    for kind in ("tp", "mp"):
+        own = smp.state.topology.members(kind)
+        for ranks in sorted(set(map(tuple, smp.allgather(own, smp.WORLD)))):
+            group = dist.new_group(ranks, timeout=timedelta(seconds=2))
+            if smp.rank() in ranks:
+                smp.state.groups._by_kind[kind] = group
+    texts = {}
+    if smp.tp_rank() == 0:
+        for what, call in {
+            "state_dict": model.state_dict,
+            "model.load_state_dict with a partial state dict": lambda: model.load_state_dict(
+                parts[0]
+            ),
+            "state_dict of the optimizer": optimizer.state_dict,
+            "optimizer.load_state_dict with a partial state dict": (
+                lambda: optimizer.load_state_dict(parts[1])
+            ),
+        }.items():
+            begun = time.monotonic()
+            with pytest.raises(smp.SMPPeerError) as caught:
+                call()
+            assert time.monotonic() - begun < _SOON
+            texts[what] = str(caught.value)
+    smp.barrier()
+    return texts
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_what_one_tensor_parallel_rank_alone_asks_for(partitions: int) -> None:
+    by_rank = check_ranks(asked_alone, str(2 * partitions), partitions)
+    callers = {rank: texts for rank, texts in enumerate(by_rank) if texts}
+    assert len(callers) == partitions
+    others = "1" if partitions == 1 else "1, 3"
+    for rank, texts in callers.items():
+        assert len(texts) == 4
+        for what, text in texts.items():
+            peers = str(rank + 1) if what == "state_dict" else others
+            assert text.startswith(f"{what}: rank {peers} of the job did not answer; ranks "), text

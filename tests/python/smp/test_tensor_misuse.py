@@ -84,6 +84,11 @@ def misused() -> dict[str, str]:
             smp.DistributedModel(
                 smp.nn.DistributedTransformerLayer(**{**layer, "intermediate_size": 8, **options})
             )
+    for name, on in (("frozen on one rank", True), ("whole and frozen on one rank", False)):
+        module = marked(on=on)
+        module[0].bias.requires_grad_(rank == 0)
+        with refused(texts, name):
+            smp.DistributedModel(module)
     smp.tp_register_with_module(Own, Doubled)  # the last registration counts
     module = marked(Own)
     inner = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -120,6 +125,10 @@ MISUSE = {
     "heads differ": "'attention.num_attention_heads' is 2 on rank 0 of the job, and 4 on rank 1",
     "activations differ": "'output.activation' is relu on rank 0 of the job, and functools.partial",
     "shapes differ": "'output.dense1.weight' is of shape [4, 4] on rank 0 of the job, and of",
+    **dict.fromkeys(
+        ("frozen on one rank", "whole and frozen on one rank"),
+        "'0.bias.requires_grad' is True on rank 0 of the job, and False on rank 1",
+    ),
     "optimizer early": "create the optimizer after it",
     **{kind: f"{kind} needs whole parameters" for kind in ("Adafactor", "Muon", "LBFGS")},
     "mark late": "has to be called before smp.DistributedModel",

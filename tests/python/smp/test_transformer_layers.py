@@ -621,8 +621,19 @@ def test_half_precision() -> None:
 
 
 def test_flash_attention_layer() -> None:
-    qkv = numbers(2, 5, 3, 4, 6, seed=1)
+    qkv = numbers(2, 5, 3, 4, 6, seed=1).requires_grad_()
+    mask = numbers(2, 1, 1, 5, seed=2)
     query, key, value = (x.transpose(1, 2) for x in qkv.unbind(2))
+
+    def check(found: Tensor, scale: float, causal: bool, bias: Tensor | float = 0.0) -> None:
+        scores = query @ key.transpose(-1, -2) * scale + bias
+        if causal:
+            scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
+        wanted, factors = scores.softmax(-1) @ value, numbers(2, 4, 5, 6, seed=3)
+        torch.testing.assert_close(found, wanted)
+        gradients = (torch.autograd.grad(x, qkv, factors, True) for x in (found, wanted))
+        torch.testing.assert_close(*gradients)
+
     for causal in (False, True):
         for options, scale in [
             ({"attention_head_size": 6}, 6**-0.5),
@@ -633,20 +644,68 @@ def test_flash_attention_layer() -> None:
                 6**-0.5 / 2,
             ),
         ]:
-            scores = query @ key.transpose(-1, -2) * scale
-            if causal:
-                scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
-            found = FlashAttentionLayer(0.0, **options)(qkv, causal=causal)
-            torch.testing.assert_close(found, scores.softmax(-1) @ value)
-        mask = numbers(2, 1, 1, 5, seed=2)
+            check(FlashAttentionLayer(0.0, **options)(qkv, causal=causal), scale, causal)
         layer = FlashAttentionLayer(0.5, 6, triton_flash_attention=True, use_alibi=True)
-        scores = query @ key.transpose(-1, -2) * 6**-0.5 + mask
-        if causal:
-            scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
-        torch.testing.assert_close(layer(qkv, mask, causal), scores.softmax(-1) @ value)
+        check(layer(qkv, mask, causal), 6**-0.5, causal, mask)
     layer = FlashAttentionLayer(1.0, 6)
     assert not layer(qkv).any()
     assert layer.eval()(qkv).any()
+
+
+def initialized() -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+    """Returns whole weights of new models, and what they compute in training."""
+    begin()
+    states, results = [], []
+    for distribute, options in itertools.product((False, True), INITIALIZERS):
+        torch.manual_seed(1)
+        model = DistributedTransformerLMHead(
+            **{**WIDE, "hidden_dropout_prob": 0.5, "attention_dropout_prob": 0.0},
+            **{**options, "distribute_embedding": distribute, "tie_word_embeddings": False},
+        )
+        state = {name: value.detach().clone() for name, value in model.named_parameters()}
+        for name, division in divisions_of(model).items():
+            parts: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, state[name])
+            state[name] = division.united(parts)
+        states.append(state)
+        ids = torch.arange(16).view(2, 8)
+        results.append(model((ids, None, None, None, ids)).detach())
+    return states, results
+
+
+INITIALIZERS: list[dict[str, Any]] = [
+    {},
+    {"use_normal_initialization": True},
+    {"use_normal_initialization": True, "initializer_range": 0.3},
+    {"zero_init": True},
+]
+WIDE = {
+    "num_layers": 1,
+    "num_attention_heads": 4,
+    "attention_head_size": 12,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "vocab_size": 64,
+    "num_positions": 64,
+    "add_cross_attention": True,
+}
+
+
+def test_initial_weights_and_dropout_of_features_are_those_of_one_rank() -> None:
+    (states, results), *others = [check_ranks(initialized, size)[0] for size in ("1", "2", "4")]
+    for found, results_of_ranks in others:
+        torch.testing.assert_close(found, states, rtol=0, atol=0)
+        torch.testing.assert_close(results_of_ranks, results, rtol=1e-5, atol=1e-5)
+    for options, state in zip(INITIALIZERS * 2, states, strict=True):
+        normal, zeros = options.get("use_normal_initialization"), options.get("zero_init")
+        for name, value in state.items():
+            if name.endswith("bias"):
+                assert not value.any(), name
+            elif value.dim() == 2 and (normal or zeros or "embedding" not in name):
+                as_linear = (3 * value.shape[1]) ** -0.5
+                wanted = options.get("initializer_range", 0.02) if normal else as_linear
+                wanted = 0.0 if zeros else wanted
+                assert value.std().item() == pytest.approx(wanted, rel=0.06), f"{name} {options}"
 
 
 def test_slopes_of_alibi_for_a_number_of_heads_that_is_no_power_of_two() -> None:

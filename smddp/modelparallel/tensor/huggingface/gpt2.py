@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from smddp.modelparallel.tensor.huggingface import layers
 from smddp.modelparallel.tensor.huggingface.hooks import (
     Architecture,
@@ -92,11 +89,8 @@ def translate_state_dict_to_hf_gpt2(
     if max_seq_len is None:
         return state
 
-    def buffers(layer: str) -> dict[str, Tensor]:
-        seen = torch.ones(1, 1, max_seq_len, max_seq_len, dtype=torch.bool).tril()
-        return {f"{layer}attn.bias": seen, f"{layer}attn.masked_bias": torch.tensor(-1e4)}
-
-    return causal_buffers(state, r"(?P<layer>transformer\.h\.\d+\.)ln_1\.weight", buffers)
+    attention = r"(?P<begin>transformer\.h\.\d+\.(attn|crossattention)\.)c_proj\.weight"
+    return causal_buffers(state, attention, max_seq_len, -1e4)
 
 
 def translate_hf_state_dict_to_smdistributed_gpt2(

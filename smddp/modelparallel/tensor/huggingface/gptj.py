@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from smddp.modelparallel.tensor.huggingface.causal import hooks, rules
 from smddp.modelparallel.tensor.huggingface.hooks import Architecture
 from smddp.modelparallel.tensor.huggingface.translation import Translation, causal_buffers
@@ -51,11 +48,9 @@ def translate_state_dict_to_hf_gptj(
     if max_seq_len is None:
         return state
 
-    def buffers(layer: str) -> dict[str, Tensor]:
-        seen = torch.ones(1, 1, max_seq_len, max_seq_len, dtype=torch.bool).tril()
-        return {f"{layer}attn.bias": seen, f"{layer}attn.masked_bias": torch.tensor(-1e9)}
-
-    return causal_buffers(state, r"(?P<layer>transformer\.h\.\d+\.)ln_1\.weight", buffers)
+    return causal_buffers(
+        *(state, r"(?P<begin>transformer\.h\.\d+\.attn\.)out_proj\.weight", max_seq_len, -1e9)
+    )
 
 
 def translate_hf_state_dict_to_smdistributed_gptj(

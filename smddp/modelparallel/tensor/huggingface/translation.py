@@ -7,7 +7,7 @@ rule names stay as they are, so a state that has been translated before is not c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -128,19 +128,22 @@ class Translation:
 
 
 def causal_buffers(
-    state: dict[str, Any], layer: str, names: Callable[[str], dict[str, Tensor]]
+    state: dict[str, Any], attention: str, length: int, masked: float
 ) -> dict[str, Any]:
-    """Adds buffers for each layer.
+    """Adds the buffers of causal masks.
 
     Args:
         state: Hugging Face's; is changed, and returned.
-        layer: pattern of the names of one tensor that each layer has once, with a group "layer" for
-            what the names of the buffers begin with.
-        names: returns the buffers of a layer by name, for that beginning.
+        attention: pattern of the names of one tensor that each attention has once, with a group
+            "begin" for what the names of the buffers begin with.
+        length: of a sequence.
+        masked: the score of what is masked.
     """
     for key in list(state):
-        if (match := re.fullmatch(layer, key)) is not None:
-            state.update(names(match["layer"]))
+        if (match := re.fullmatch(attention, key)) is not None:
+            seen = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+            state[f"{match['begin']}bias"] = seen
+            state[f"{match['begin']}masked_bias"] = torch.tensor(masked)
     return state
 
 

@@ -41,7 +41,8 @@ class DistributedAttentionLayer(HiddenStatesModule):
         num_attention_heads: of all ranks; a multiple of the tensor-parallel degree.
         attention_head_size: features of a head.
         hidden_size: features of input and output.
-        attention_dropout_prob: probability with which an attention weight is set to 0.
+        attention_dropout_prob: probability with which an attention weight is set to 0. Each rank
+            draws for its own heads, so the numbers depend on the tensor-parallel degree.
         hidden_dropout_prob: probability with which a feature is set to 0 before the residual.
         layernorm_epsilon: is added to variances.
         initializer_range: standard deviation of weights with use_normal_initialization.
