@@ -500,6 +500,37 @@ def test_a_library_that_does_not_load_is_made_again(tmp_path: Path) -> None:
     jobs.run(with_a_library_that_does_not_load, "1", env={"EMPTY": str(tmp_path)}, timeout=120)
 
 
+def remade() -> list[str]:
+    from smddp_tensorflow import kernels
+
+    found = kernels.load()
+    assert found is not None
+    os.environ["XDG_CACHE_HOME"] = os.environ["EMPTY"]
+    kernels._compile = lambda _, target: target.write_bytes(Path(found.library._name).read_bytes())
+    made = kernels._compiled()
+    return sorted(place.name for place in Path(made.library._name).parent.iterdir())
+
+
+def test_old_libraries_are_removed(tmp_path: Path) -> None:
+    folder, now = tmp_path / "smddp", time.time()
+    folder.mkdir(mode=0o700)
+    for days in range(12):
+        place = folder / f"tensorflow_2.16.1_{days:x}.so"
+        place.touch()
+        os.utime(place, (now - 86400 * (days + 0.5),) * 2)
+    jobs.run(remade, "1", env={"EMPTY": str(tmp_path)}, timeout=120)
+    left = {place.name for place in folder.iterdir()}
+    assert {"lock", *(f"tensorflow_2.16.1_{days:x}.so" for days in range(7))} < left
+    assert len(left) == 9, left
+    # What was used within a day stays, however many there are.
+    for place in folder.glob("*.so"):
+        place.unlink()
+    for number in range(12):
+        (folder / f"tensorflow_2.16.1_{number:x}.so").touch()
+    (names,) = jobs.run(remade, "1", env={"EMPTY": str(tmp_path)}, timeout=120)
+    assert len(names) == 14, names
+
+
 def unwritable(folder: str) -> str:
     import tempfile
 
