@@ -204,12 +204,12 @@ class _Set(NamedTuple):
     """The calls of one step in a `tf.function`.
 
     Attributes:
-        count: how many there are.
+        size: how many there are.
         before: an operation that runs after all calls of the step before.
         results: of the calls that have been made, by number.
     """
 
-    count: int
+    size: int
     before: list[Any]
     results: dict[int, Any]
 
@@ -224,12 +224,12 @@ def _set_of(number: int, count: int) -> _Set:
         return _Set(count, [], {})
     graph = tf.compat.v1.get_default_graph()
     current: _Set = getattr(graph, "_smddp_set", None) or _Set(count, [], {})
-    if count != current.count or number in current.results:
-        missing = sorted(set(range(current.count)) - set(current.results))
+    if count != current.size or number in current.results:
+        missing = sorted(set(range(current.size)) - set(current.results))
         if missing:
             raise ValueError(
                 f"smddp: allreduce: number {number} of {count} comes in a tf.function before "
-                f"number(s) {missing} of {current.count}: make all calls of a step before those of "
+                f"number(s) {missing} of {current.size}: make all calls of a step before those of "
                 "the next one"
             )
         with tf.control_dependencies(list(current.results.values())):
