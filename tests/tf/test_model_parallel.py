@@ -463,7 +463,7 @@ def misuse() -> dict[str, str]:
     found["before"] = said(smp, smp.rank)
     for name, config in (
         ("value", {"partitions": 2, "pipeline": "fast"}),
-        ("torch", {"partitions": 2, "tensor_parallel_degree": 2, "ddp": True}),
+        ("torch", {"partitions": 2, "tensor_parallel_degree": 2}),
         ("one rank", {"partitions": 2, "microbatches": -1} if rank else {"partitions": 2}),
         ("differs", {"partitions": 2, "microbatches": 2 + rank}),
         ("ranks", {"partitions": 3}),
