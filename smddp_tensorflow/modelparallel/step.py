@@ -99,7 +99,8 @@ def step(
 
     All ranks call it, with tensors of the same shapes; the values on rank 0 of a pipeline count.
     The first call traces the function on symbolic tensors, as `tf.function` does, and divides the
-    model. Inside a `tf.function` each call does so that is traced.
+    model. Inside a `tf.function` each call does so that is traced, and a call that changes other
+    variables than those before.
 
     Args:
         function: calls the model; returns tensors, also ragged and sparse ones, gradients of
