@@ -503,8 +503,8 @@ class Group:
 
         Args:
             ranks: of this group, in their order in the new one: the members of the group that this
-                rank is to be in. A rank that is to be in none passes any list without itself, also
-                an empty one.
+                rank is to be in. A rank that is to be in none passes a list without itself, or an
+                empty one.
 
         Returns:
             The group that this rank is in; None if it is in none.

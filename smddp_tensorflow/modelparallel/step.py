@@ -263,7 +263,7 @@ class _Body:
                 executor.refuse(refused)
                 raise
             outcome = executor.run(traced.divided, work)
-            if outcome.unknown:
+            if outcome.unknown and job.pp_size() > 1:
                 self._send_more(traced, outcome, args, kwargs)
         except BaseException as raised:  # also Ctrl-C: ranks of other replicas wait for this one
             error = raised
@@ -396,7 +396,8 @@ class _Body:
             SMPUsageError: there is one.
         """
         for number in traced.divided.mine & (traced.asked - traced.present):
-            if any(one is not None and np.any(one) for one in gradients[number].outputs):
+            total = gradients[number].reduce_sum()
+            if total is not None and np.any(total):
                 raise SMPUsageError(
                     f"step {self.function.__name__!r}: variable "
                     f"{traced.divided.trainable[number].name!r} has a gradient, and had none when "
