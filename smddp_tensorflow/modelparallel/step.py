@@ -279,8 +279,10 @@ class _Body:
         values: list[Any] = []
         try:
             again = self._planned(model_module.current(), args, kwargs, False)
+            before = {id(handle) for handle in traced.changed}
+            more = [handle for handle in again.changed if id(handle) not in before]
             if job.pp_rank() == 0:
-                values = [read(handle).numpy() for handle in again.changed]
+                values = [read(handle).numpy() for handle in more]
         except Exception as raised:
             error = raised
         answers = job.exchange("pp", (None if error is None else summary(error), values))
@@ -290,9 +292,9 @@ class _Body:
                 f"the trace of step {self.function.__name__!r} has failed on {failed[0]}"
             )
         if job.pp_rank() > 0:
-            for handle, value in zip(again.changed, answers[0][1], strict=True):
+            for handle, value in zip(more, answers[0][1], strict=True):
                 tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-        traced.changed[:] = again.changed
+        traced.changed.extend(more)
         traced.local.update(outcome.assigned)
 
     def _end(self, error: BaseException | None) -> None:

@@ -320,6 +320,18 @@ def later_metrics() -> None:
         assert float(counted) == 2 * max(0, number - 2)
     # Once for the first step, for each metric, and for the tf.function.
     assert sum(traces) == 5, traces
+
+    # In turns; what comes later does not displace what came before.
+    pair = [tf.keras.metrics.Sum(), tf.keras.metrics.Sum()]
+
+    @smp.step
+    def alternating(rows: Any, which: int) -> Any:
+        pair[which].update_state(tf.ones([]))
+        return model(rows)
+
+    for number in range(6):
+        alternating(x, number % 2)
+        assert [float(one.result()) for one in pair] == [number // 2 * 2 + 2, (number + 1) // 2 * 2]
     smp.shutdown()
 
 
