@@ -361,7 +361,7 @@ class Group:
         """
         given = _readable(array)
         result = np.empty_like(given, order="C") if out is None else _writable(out, given)
-        how = {"op": int(op), "factor": factor}
+        how = {"op": _op(op), "factor": factor}
         return self._run(_ALLREDUCE, given, result, given, wait, timeout, **how)
 
     def reduce(
@@ -380,7 +380,7 @@ class Group:
         result = None
         if self.rank == root:
             result = np.empty_like(given, order="C") if out is None else _writable(out, given)
-        how = {"op": int(op), "factor": factor, "root": root}
+        how = {"op": _op(op), "factor": factor, "root": root}
         return self._run(_REDUCE, given, result, given, wait, timeout, **how)
 
     def broadcast(
@@ -414,7 +414,7 @@ class Group:
         given = self._parts(array)
         block = given[0]
         result = np.empty(block.shape, given.dtype) if out is None else _writable(out, block)
-        how = {"op": int(op), "factor": factor}
+        how = {"op": _op(op), "factor": factor}
         return self._run(_REDUCE_SCATTER, given, result, block, wait, timeout, **how)
 
     def gather(
@@ -503,18 +503,19 @@ class Group:
 
         Args:
             ranks: of this group, in their order in the new one: the members of the group that this
-                rank is to be in. A rank that is to be in none passes any list without itself.
+                rank is to be in. A rank that is to be in none passes a list without itself, or an
+                empty one.
 
         Returns:
             The group that this rank is in; None if it is in none.
         """
-        members = (ctypes.c_int * len(ranks))(*ranks)
+        members = [_whole(rank) for rank in ranks]
+        count = len(members)
         made = ctypes.c_void_p()
         handle = self._use()
-        _interruptible(
-            lambda: _raise(_library.split(handle, members, len(ranks), ctypes.byref(made)))
-        )
-        return Group(made, list(ranks).index(self.rank), len(ranks)) if made else None
+        array = (ctypes.c_int * count)(*members)
+        _interruptible(lambda: _raise(_library.split(handle, array, count, ctypes.byref(made))))
+        return Group(made, members.index(self.rank), count) if made else None
 
     def abort(self, reason: str = "the program called abort()") -> None:
         """Ends everything in flight on the group, on all ranks."""
@@ -592,9 +593,22 @@ def _seconds(timeout: float | None) -> float:
     return float(timeout)
 
 
+def _op(op: Any) -> int:
+    try:
+        return Op(op)
+    except ValueError:
+        raise ValueError(
+            f"smddp: {op!r} is no Op: it is one of {', '.join(one.name for one in Op)} of "
+            "smddp_numpy.Op"
+        ) from None
+
+
 def _whole(number: Any) -> int:
     """Returns an integer that C can take, which would drop the bits that are too many."""
-    value = operator.index(number)
+    try:
+        value = operator.index(number)
+    except TypeError:
+        raise TypeError(f"smddp: {number!r} is no integer: a rank or a tag is one") from None
     if not -(2**31) <= value < 2**31:
         raise ValueError(f"smddp: {value} is too large for a rank or a tag")
     return value

@@ -81,13 +81,13 @@ def not_of_the_batch(name: str) -> str:
 
 
 def check_divisible(
-    name: str, shape: tuple[int, ...], count: int, axis: int, drop_last: str
+    name: str, shape: tuple[int | None, ...], count: int, axis: int, drop_last: str
 ) -> None:
     """Raises if a tensor cannot be divided into equal parts.
 
     Args:
         name: of the argument that has it.
-        shape: of the tensor.
+        shape: of the tensor; None for a dimension in which it is ragged.
         count: the number of microbatches.
         axis: the dimension to divide.
         drop_last: how the framework drops the last, smaller batch; for the error.
@@ -101,7 +101,13 @@ def check_divisible(
             f"argument {name!r} has a tensor of shape {shape}, which has no dimension {axis} to "
             f"divide. {advice}, or name the dimension in input_split_axes."
         )
-    if shape[axis] % count:
+    length = shape[axis]
+    if length is None:
+        raise SMPUsageError(
+            f"argument {name!r} has a tensor of shape {shape}: its dimension {axis} is ragged and "
+            "cannot be divided: name another one in input_split_axes."
+        )
+    if length % count:
         raise SMPUsageError(
             f"argument {name!r} has a tensor of shape {shape}: its dimension {axis} cannot be "
             f"divided into {count} microbatches. Use {drop_last} and a batch size that is a "

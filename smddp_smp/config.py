@@ -16,8 +16,16 @@ from typing import Any
 
 from smddp_smp.config_keys import KEYS, Key
 from smddp_smp.errors import SMPConfigurationError, SMPInitializationError
+from smddp_smp.logs import log
 
-__all__ = ["ENVIRONMENT_VARIABLE", "Configuration", "compare", "configure", "main"]
+__all__ = [
+    "ENVIRONMENT_VARIABLE",
+    "Configuration",
+    "compare",
+    "configure",
+    "main",
+    "warn_of_second",
+]
 
 ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
 
@@ -78,7 +86,10 @@ class Configuration:
 
 
 def configure(
-    config: Mapping[str, Any] | None, environ: Mapping[str, str], warn: bool = True
+    config: Mapping[str, Any] | None,
+    environ: Mapping[str, str],
+    warn: bool = True,
+    refuse: Callable[[Mapping[str, Any]], None] = lambda _: None,
 ) -> Configuration:
     """Returns the configuration in force: defaults < `config` < SM_HP_MP_PARAMETERS.
 
@@ -87,6 +98,8 @@ def configure(
         environ: the environment.
         warn: warn of unknown keys, and of features that this version does not have; only one
             rank of a job does so.
+        refuse: gets the known keys that are given; raises SMPConfigurationError if the framework
+            does not have one, before rules between keys could ask for others.
 
     Raises:
         SMPConfigurationError: a value is wrong, or two keys contradict each other.
@@ -105,6 +118,7 @@ def configure(
     for name, value in known.items():
         place = ENVIRONMENT_VARIABLE if name in from_environment else "smp.init"
         _check_value(_BY_NAME[name], value, place)
+    refuse(known)
     _check_together(known)
     values = {key.name: known.get(key.name, key.default) for key in KEYS}
     _complete(values, known)
@@ -112,6 +126,29 @@ def configure(
         _say_what_is_missing(values)
         _say_what_has_no_effect(values)
     return Configuration(values)
+
+
+def warn_of_second(config: Mapping[str, Any] | None, current: Configuration) -> None:
+    """Warns if a second `smp.init` has another configuration than the one in force.
+
+    Args:
+        config: what the script passes; None means the one in force.
+        current: the one in force.
+
+    Raises:
+        SMPConfigurationError: it makes no sense.
+    """
+    if config is None:
+        return
+    now = current.as_dict()
+    again = configure(config, os.environ, warn=False).as_dict()
+    different = [f"{name}={again[name]!r}" for name in again if again[name] != now[name]]
+    if different:
+        log.warning(
+            "smp.init: a second call does nothing; this configuration is not used: %s. "
+            "Call smp.shutdown() before",
+            ", ".join(different),
+        )
 
 
 def compare(of_ranks: Sequence[Mapping[str, Any]]) -> None:

@@ -80,7 +80,15 @@ def shard(dataset: tf.data.Dataset, *, drop_remainder: bool = True) -> tf.data.D
         dataset: the same one on all ranks; shuffle it with the same seed, or after this.
         drop_remainder: leave out the last elements if not all ranks would get one: they have to
             make equally many steps.
+
+    Raises:
+        TypeError: it is no dataset.
     """
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(
+            f"smddp: shard takes a tf.data.Dataset, and not a {type(dataset).__name__}: make one "
+            "by tf.data.Dataset.from_tensor_slices(data)"
+        )
     group = job.group()
     size = int(dataset.cardinality())
     if not drop_remainder or size == tf.data.INFINITE_CARDINALITY:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import types
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -159,6 +159,9 @@ def allreduce_all(
         count: how many such calls a step makes. They begin in the order of their numbers, although
             a graph may run them in another one; eager code must not. 0: the order of the program
             counts.
+
+    Raises:
+        ValueError: a tf.function begins a step before it has made all calls of the one before.
     """
     check_how(op, compression)
     _check(tensors)
@@ -187,8 +190,52 @@ def _reduced(tensors: list[Any], op: ReduceOp, number: int, count: int) -> list[
     call_of = operations.kernels.operations
     if count:
         group_and_op = operations.numbered, op.value
-        return list(call_of.smddp_allreduce(tensors, *group_and_op, number, count, job.timeout()))
+        current = _set_of(number, count)
+        with tf.control_dependencies(current.before):
+            made = call_of.smddp_allreduce(
+                tensors, _order(), *group_and_op, number, count, job.timeout()
+            )
+        current.results[number] = made[0]
+        return list(made)
     return list(call_of.smddp_allreduce_in_order(tensors, _order(), operations.program, op.value))
+
+
+class _Set(NamedTuple):
+    """The calls of one step in a `tf.function`.
+
+    Attributes:
+        size: how many there are.
+        before: an operation that runs after all calls of the step before.
+        results: of the calls that have been made, by number.
+    """
+
+    size: int
+    before: list[Any]
+    results: dict[int, Any]
+
+
+def _set_of(number: int, count: int) -> _Set:
+    """Returns the set of a call that is made now.
+
+    Of two sets in one function TensorFlow would run the calls in any order, and in another one on
+    each rank.
+    """
+    if tf.executing_eagerly() or is_v1_graph():
+        return _Set(count, [], {})
+    graph = tf.compat.v1.get_default_graph()
+    current: _Set = getattr(graph, "_smddp_set", None) or _Set(count, [], {})
+    if count != current.size or number in current.results:
+        missing = sorted(set(range(current.size)) - set(current.results))
+        if missing:
+            raise ValueError(
+                f"smddp: allreduce: number {number} of {count} comes in a tf.function before "
+                f"number(s) {missing} of {current.size}: make all calls of a step before those of "
+                "the next one"
+            )
+        with tf.control_dependencies(list(current.results.values())):
+            current = _Set(count, [tf.no_op()], {})
+    graph._smddp_set = current
+    return current
 
 
 # By how many calls a step makes: the group for which the number counts, and the next one.
@@ -234,7 +281,7 @@ def _(operation: Any, *gradients: Any) -> list[Any]:
 
 @tf.RegisterGradient("SmddpAllreduce")  # type: ignore[untyped-decorator]
 def _(operation: Any, *gradients: Any) -> list[Any]:
-    return _sum_of_gradients(gradients, ReduceOp.SUM, operation.get_attr("count"))
+    return [*_sum_of_gradients(gradients, ReduceOp.SUM, operation.get_attr("count")), None]
 
 
 @tf.RegisterGradient("SmddpBroadcast")  # type: ignore[untyped-decorator]
@@ -260,12 +307,14 @@ def allreduce(
         tensor: of one shape and type on all ranks.
         param_index: its number among them. Every step reduces each number once: inside
             `tf.function` in any order, in eager code in the order of the numbers.
-        num_params: how many there are.
+        num_params: how many there are. Inside `tf.function` several such sets, of any size, come
+            one after the other.
         compression: what travels.
         op: how.
 
     Raises:
-        ValueError: the number is not among them, or `op` is no ReduceOp.
+        ValueError: the number is not among them, `op` is no ReduceOp, or a tf.function begins a set
+            before it has made all calls of the one before.
         TypeError: the tensor is sparse, or of a type that cannot be communicated. For the latter,
             eager code raises tf.errors.InvalidArgumentError instead.
         tf.errors.InvalidArgumentError: in eager code, it is not the turn of the number.
@@ -342,7 +391,15 @@ def broadcast_variables(variables: Any, root_rank: int) -> Any:
 
     Returns:
         In a graph of TensorFlow 1 the operation that does it; else None.
+
+    Raises:
+        TypeError: it is no list of variables.
     """
+    if not isinstance(variables, Iterable) or isinstance(variables, tf.Variable | tf.Tensor):
+        raise TypeError(
+            f"smddp: broadcast_variables takes a list, such as model.variables, and not a "
+            f"{type(variables).__name__}"
+        )
     made: list[Any] = []
     for variable in variables:
         if variable.dtype not in (tf.string, "string"):

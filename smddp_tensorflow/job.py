@@ -53,17 +53,18 @@ class Operations(NamedTuple):
 _operations: Operations | bool | None = None
 
 
-def init(timeout: float = 300.0) -> None:
+def init(timeout: float = 300.0, port: int | None = None) -> None:
     """Joins the job that a launcher has started, and compiles operations if that was not done yet.
 
     Args:
         timeout: seconds that this rank waits for the others, here and in each collective.
+        port: on which rank 0 serves the store where the ranks meet; see `smddp_numpy.init`.
 
     Raises:
         ValueError: it has been called before, or the environment makes no sense.
         smddp_numpy.Error: the other ranks have not come.
     """
-    join(timeout)
+    join(timeout, port)
     try:
         operations()
     except BaseException:
@@ -71,14 +72,14 @@ def init(timeout: float = 300.0) -> None:
         raise
 
 
-def join(timeout: float) -> None:
+def join(timeout: float, port: int | None = None) -> None:
     """Does what `init` does, without operations; see `smddp_numpy.init`."""
     global _timeout, _watch
     if groups:
         raise ValueError(
             "init() called more than once. smdistributed.dataparallel is already initialized."
         )
-    groups.append(smddp_numpy.init(timeout=timeout))
+    groups.append(smddp_numpy.init(port=port, timeout=timeout))
     _timeout = timeout
     _watch = interrupts.Watch(_progress, _abort)
 

@@ -636,9 +636,11 @@ REGISTER_OP("SmddpAllreduceInOrder")
     .SetShapeFn(unchangedShapes);
 
 // The same, but operations begin in the order of their numbers, 0 to count - 1, once each and then from the beginning.
-// kernels.py tells TensorFlow not to keep the order of the program for this one.
+// kernels.py tells TensorFlow not to keep the order of the program for this one: `order` counts only where functions are
+// called that have such operations.
 REGISTER_OP("SmddpAllreduce")
     .Input("tensors: T")
+    .Input("order: resource")
     .Output("results: T")
     .Attr("T: list(" SMDDP_TYPES ") >= 1")
     .Attr("group: int")

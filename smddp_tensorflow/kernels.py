@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,8 @@ import smddp_numpy
 __all__ = ["Kernels", "load"]
 
 _SOURCE = Path(__file__).parent / "kernels.cc"
+_KEPT = 8  # libraries: of several environments, or hosts that share a home
+_DAY = 86400.0
 
 
 class Kernels(NamedTuple):
@@ -71,11 +74,26 @@ def _cache() -> Path:
 
 
 @contextlib.contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """Lets one process of the machine at a time make `target`."""
-    with open(f"{target}.lock", "w") as file:
+def _alone(folder: Path) -> Iterator[None]:
+    """Lets one process of the machine at a time change the folder."""
+    with open(folder / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _remove_old(folder: Path) -> None:
+    """Removes libraries but those that were opened last.
+
+    A process of this host that has opened one keeps it. One on another host, with which this one
+    shares a home, may not; so what was opened within a day stays.
+    """
+    opened = {}
+    for place in folder.glob("tensorflow_*.so"):
+        with contextlib.suppress(FileNotFoundError):
+            opened[place] = place.stat().st_mtime
+    for place in sorted(opened, key=lambda one: -opened[one])[_KEPT:]:
+        if opened[place] < time.time() - _DAY:
+            place.unlink(missing_ok=True)
 
 
 def _compile(compiler: str, target: Path) -> None:
@@ -96,6 +114,8 @@ def _compile(compiler: str, target: Path) -> None:
 
 
 def _opened(target: Path) -> Kernels:
+    with contextlib.suppress(OSError):
+        os.utime(target)  # for _remove_old
     return Kernels(tf.load_op_library(str(target)), ctypes.CDLL(str(target)))
 
 
@@ -119,9 +139,10 @@ def _compiled() -> Kernels:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         raise RuntimeError("there is no C++ compiler; CXX can name one")
-    with _alone(target):
+    with _alone(target.parent):
         if _identity(target) == first:  # else another process has made it meanwhile
             _compile(compiler, target)
+            _remove_old(target.parent)
     return _opened(target)
 
 

@@ -2,6 +2,7 @@
 #include "c_interface/smddp.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -59,6 +60,10 @@ static_assert(SMDDP_ALLTOALL + 1 == collectives::kNumCollectives);
 static_assert(SMDDP_BARRIER == static_cast<int>(collectives::Collective::Barrier));
 static_assert(SMDDP_ALLTOALL == static_cast<int>(collectives::Collective::AllToAll));
 static_assert(SMDDP_INTERNAL == static_cast<int>(ErrorKind::Internal) + 1);
+
+// The names in smddp.h, which those of smddp_numpy are, too.
+constexpr std::array<const char*, smddp::kNumReduceOps> kOps = {
+    "SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "SCALED_SUM"};
 
 class Interrupted : public std::exception {
  public:
@@ -126,6 +131,16 @@ engine::Pieces pieces(const void* memory, int64_t bytes) {
   return {engine::Piece(std::span(first, static_cast<size_t>(bytes)))};
 }
 
+// "SUM, PRODUCT"
+std::string operationsOf(smddp::DataType type) {
+  std::string names;
+  for (size_t op = 0; op < kOps.size(); ++op) {
+    if (!engine::canReduce(type, static_cast<smddp::ReduceOp>(op))) continue;
+    names += std::string(names.empty() ? "" : ", ") + kOps[op];
+  }
+  return names;
+}
+
 // Throws Usage. `input` is copied to the output where the engine works in place there.
 engine::Request requestOf(const smddp_group& group, const smddp_arguments& arguments) {
   require(arguments.collective >= 0 && arguments.collective < collectives::kNumCollectives,
@@ -147,8 +162,9 @@ engine::Request requestOf(const smddp_group& group, const smddp_arguments& argum
     request.op = static_cast<smddp::ReduceOp>(arguments.op);
     request.factor = arguments.factor;
     if (!engine::canReduce(request.type, request.op)) {
-      raise(ErrorKind::Usage, "{} of {} is undefined", toString(request.op),
-            toString(request.type));
+      raise(ErrorKind::Usage, "{} of {} is not supported; {} has {}",
+            kOps[static_cast<size_t>(arguments.op)], toString(request.type), toString(request.type),
+            operationsOf(request.type));
     }
   }
   if (collectives::hasRoot(request.collective)) {
@@ -270,7 +286,7 @@ smddp_status smddp_join(const char* host, int port, int rank, int size, double t
 
 smddp_status smddp_split(smddp_group* parent, const int* ranks, int count, smddp_group** group) {
   return translated([&] {
-    require(parent && ranks && group && count > 0, "an argument is null, or there are no ranks");
+    require(parent && group && count >= 0 && (ranks || count == 0), "an argument is null");
     const std::vector<Rank> members(ranks, ranks + count);
     const auto& spec = parent->group->spec();
     for (const Rank member : members) {

@@ -138,7 +138,7 @@ SMDDP_API const char* smddp_version(void);
 SMDDP_API smddp_status smddp_join(const char* host, int port, int rank, int size, double timeout,
                                   smddp_group** group);
 /* Makes a group of some ranks of `parent`. All ranks of `parent` call it, each with the members of its own group, in
- * their order there; a rank that is to be in none passes any list without itself, and gets null. */
+ * their order there; a rank that is to be in none passes a list without itself, or an empty one, and gets null. */
 SMDDP_API smddp_status smddp_split(smddp_group* parent, const int* ranks, int count,
                                    smddp_group** group);
 SMDDP_API int smddp_rank(const smddp_group* group);

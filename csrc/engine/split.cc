@@ -40,11 +40,11 @@ struct MemberList {
 
 MemberList listOf(const std::vector<Rank>& members) {
   MemberList result;
-  std::string list;
+  std::string list = "[";
   result.digest = Fnv1a().add(std::as_bytes(std::span(members))).digest();
   for (const Rank rank : members) {
     if (list.size() < result.shown.size())
-      list += fmt::format("{}{}", list.empty() ? "[" : ", ", rank);
+      list += fmt::format("{}{}", list.size() == 1 ? "" : ", ", rank);
   }
   list += "]";
   if (list.size() >= result.shown.size()) list.replace(result.shown.size() - 4, list.npos, "...");

@@ -14,7 +14,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 from tensorflow.python.eager import record
@@ -28,9 +28,9 @@ from smddp_tensorflow.modelparallel import layers
 from smddp_tensorflow.modelparallel.channel import Channel, Kind, Message
 from smddp_tensorflow.modelparallel.gradients import Gradient
 from smddp_tensorflow.modelparallel.trace import code_of_the_script
-from smddp_tensorflow.modelparallel.values import as_tensor, pack, results, unpack
+from smddp_tensorflow.modelparallel.values import pack, results, unpack
 
-__all__ = ["Divided", "Executor", "Work"]
+__all__ = ["Divided", "Executor", "Outcome", "Work", "read"]
 
 _SLICE = 0.1  # seconds between looks at Ctrl-C
 
@@ -54,6 +54,9 @@ class Divided(Protocol):
     variables: dict[int, int]
     mine: set[int]
 
+    def numbers_of(self, variables: Sequence[Any]) -> list[int]:
+        """Returns the numbers of trainable variables; raises SMPUsageError."""
+
 
 class Work:
     """One call of a step.
@@ -64,6 +67,8 @@ class Work:
         parts: (positional, named) arguments of each microbatch.
         trains: it asks for gradients.
         changed: handles of variables, not of the model, that the function may assign to.
+        known: ids of the handles of variables that it may assign to, and of others of which no
+            other rank needs to know.
         microbatches, active, simple: see `Progress`.
     """
 
@@ -73,13 +78,30 @@ class Work:
         parts: Sequence[tuple[list[Any], dict[str, Any]]],
         trains: bool,
         changed: Sequence[Any],
+        known: set[int],
         active: int,
         simple: bool,
     ) -> None:
         self.name = function.__name__
         self.function, self.parts, self.trains = function, parts, trains
-        self.changed = changed
+        self.changed, self.known = changed, known
         self.microbatches, self.active, self.simple = len(parts), active, simple
+
+
+class Outcome(NamedTuple):
+    """What a step has made.
+
+    Attributes:
+        returned: what the function has returned, by microbatch.
+        sums: by microbatch, the gradients of variables of this rank, by their numbers.
+        assigned: on rank 0, the handles of the variables that the function has assigned to.
+        unknown: is one of them not in `Work.known`?
+    """
+
+    returned: list[Any]
+    sums: list[dict[int, Any]]
+    assigned: dict[int, Any]
+    unknown: bool
 
 
 class _Call:
@@ -200,15 +222,13 @@ class Executor:
         self._failure: Failure | None = None
         self._cause: BaseException | None = None
         self._sums: list[dict[int, Any]] = []
+        self._assigned: dict[int, Any] = {}
+        self._unknown = False
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def run(self, model: Divided, work: Work) -> tuple[list[Any], list[dict[int, Any]]]:
+    def run(self, model: Divided, work: Work) -> Outcome:
         """Runs a step; all ranks of the pipeline call it.
-
-        Returns:
-            What the function has returned, by microbatch; and, by microbatch, the gradients of
-            variables of this rank, by their numbers.
 
         Raises:
             SMPMicrobatchError: code of the step has failed, on any rank.
@@ -241,10 +261,8 @@ class Executor:
             self._baton.wait_until_idle()
             raise
         finally:
-            failure, cause, returned, sums = (
-                *(self._failure, self._cause),
-                *(self._returned, self._sums),
-            )
+            failure, cause = self._failure, self._cause
+            outcome = Outcome(self._returned, self._sums, self._assigned, self._unknown)
             self._reset()
         if failure is not None:
             where = f"rank {failure.rank} of the pipeline"
@@ -254,7 +272,7 @@ class Executor:
         except (TimeoutError, smddp_numpy.Error) as error:
             self._broken = str(error)
             raise SMPPeerError(str(error)) from error
-        return returned, sums
+        return outcome
 
     def refuse(self, error: BaseException) -> None:
         """Counts a step that this rank cannot begin, and lets it fail on the other ranks."""
@@ -285,13 +303,14 @@ class Executor:
         with tf.GradientTape() if work.trains else contextlib.nullcontext() as frame.tape:
             if frame.tape is not None:
                 frame.tape.watch(frame.anchor)
-            with code_of_the_script():
+            with code_of_the_script(assigned=self._assigned):
                 result = results(work.function(*args, **kwargs))
         frame.tape = None
         self._returned[frame.microbatch] = result
         if progress.end(frame.microbatch):
-            changed = [_read(handle) for handle in work.changed]
-            packed, tensors = pack((self._returned, changed))
+            changed = [read(handle) for handle in work.changed]
+            self._unknown = not work.known.issuperset(self._assigned)
+            packed, tensors = pack((self._returned, changed, self._unknown))
             for peer in self._channel.peers:
                 self._send(peer, Kind.END, packed, tensors)
             if not self._channel.peers:
@@ -304,12 +323,7 @@ class Executor:
         """Computes the gradients of a loss on all ranks; see `_Frame.gradients`."""
         model, progress = self._model, self._progress
         assert model is not None
-        numbers = [model.variables.get(id(as_tensor(variable))) for variable in variables]
-        if None in numbers:
-            raise SMPUsageError(
-                "optimizer.get_gradients: one of the variables is no trainable variable of the "
-                "smp.DistributedModel"
-            )
+        numbers = model.numbers_of(variables)
         if progress is None or frame.path:
             raise SMPUsageError("optimizer.get_gradients works in the step's function only")
         if self._work is not None and not self._work.trains:
@@ -327,7 +341,7 @@ class Executor:
         tape, frame.tape = frame.tape, None
         self._differentiate(frame, tape, loss, [], None)
         frame.forward = True
-        return [Gradient(number) for number in numbers if number is not None]
+        return [Gradient(number) for number in numbers]
 
     def _differentiate(
         self, frame: _Frame, tape: Any, targets: Any, inputs: list[Any], given: Any
@@ -551,7 +565,7 @@ class Executor:
                 self._over.set()
         else:
             assert self._work is not None
-            self._returned, changed = unpack(header, message.tensors)
+            self._returned, changed, self._unknown = unpack(header, message.tensors)
             for handle, value in zip(self._work.changed, changed, strict=True):
                 tf.raw_ops.AssignVariableOp(resource=handle, value=value)
             self._send(0, Kind.END, None)
@@ -609,7 +623,7 @@ def _sum(one: Any, other: Any) -> Any:
     return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
 
 
-def _read(handle: Any) -> Any:
+def read(handle: Any) -> Any:
     """Returns the value of a variable."""
     dtype = tf.as_dtype(handle._handle_data.shape_and_type[0].dtype)
     return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import smddp_numpy
-from smddp_smp.config import Configuration, compare, configure
+from smddp_smp.config import Configuration, compare, configure, warn_of_second
 from smddp_smp.config_keys import KEYS
 from smddp_smp.errors import (
     SMPConfigurationError,
@@ -107,7 +107,9 @@ def is_initialized() -> bool:
 
 
 def init(config: Mapping[str, Any] | None = None, timeout: float = 300.0) -> None:
-    """Reads the configuration, joins the job and makes its groups. A second call does nothing.
+    """Reads the configuration, joins the job and makes its groups.
+
+    A second call does nothing, and warns if its configuration is another one.
 
     Args:
         config: keys of docs/model-parallel.md; the environment variable SM_HP_MP_PARAMETERS
@@ -123,12 +125,12 @@ def init(config: Mapping[str, Any] | None = None, timeout: float = 300.0) -> Non
     """
     global _job
     if _job is not None:
+        warn_of_second(config, _job.cfg)
         return
     if not base.is_initialized():
         base.join(timeout)
     try:
-        config_found = configure(config, os.environ, warn=base.rank() == 0)
-        _refuse_torch(config_found)
+        config_found = configure(config, os.environ, base.rank() == 0, _refuse_torch)
         topology = Topology(
             *(base.rank(), base.size(), base.local_rank(), base.local_size()),
             *(config_found.pipeline_parallel_degree, 1, config_found.placement_strategy),
@@ -159,9 +161,9 @@ def init(config: Mapping[str, Any] | None = None, timeout: float = 300.0) -> Non
         )
 
 
-def _refuse_torch(config: Configuration) -> None:
+def _refuse_torch(given: Mapping[str, Any]) -> None:
     for key in KEYS:
-        if key.name in _OF_TORCH and getattr(config, key.name) != key.default:
+        if key.name in _OF_TORCH and given.get(key.name, key.default) != key.default:
             raise SMPConfigurationError(
                 f"{key.name} is for PyTorch: model parallelism for TensorFlow does not have it. "
                 "Remove it from the configuration."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
@@ -67,6 +67,27 @@ class _Divided:
         self.trainable = list(root.trainable_variables)
         self.variables = {id(as_tensor(one)): i for i, one in enumerate(self.trainable)}
         self.mine = {number for key, number in self.variables.items() if self.owner_of[key] == rank}
+
+    def numbers_of(self, variables: Iterable[Any]) -> list[int]:
+        """Returns the numbers of trainable variables.
+
+        Raises:
+            SMPUsageError: one is none of the model, or was not trainable.
+        """
+        numbers = []
+        for variable in variables:
+            key = id(as_tensor(variable))
+            if key not in self.variables:
+                why = "it is no trainable variable of the smp.DistributedModel"
+                if key in self.owner_of:
+                    why = (
+                        "it was not trainable when the model was divided. Make layers trainable "
+                        "before the first call of a step; later, in a new model after "
+                        "smp.shutdown() and smp.init()"
+                    )
+                raise SMPUsageError(f"optimizer.get_gradients: variable {variable.name!r}: {why}")
+            numbers.append(self.variables[key])
+        return numbers
 
     def is_mine(self, variable: Any) -> bool:
         return self.owner_of.get(id(as_tensor(variable)), job.pp_rank()) == job.pp_rank()

@@ -12,15 +12,16 @@ import tensorflow as tf
 from tensorflow.python.util import nest
 
 import smddp_numpy
-from smddp_smp.arguments import bind, check_divisible, divide_arguments
-from smddp_smp.errors import SMPError, SMPPartitionError, SMPUsageError
+from smddp_smp.arguments import bind, check_divisible, divide_arguments, not_of_the_batch
+from smddp_smp.errors import SMPError, SMPPartitionError, SMPPeerError, SMPUsageError
+from smddp_smp.failure import summary
 from smddp_tensorflow import interrupts
 from smddp_tensorflow.modelparallel import job, layers
 from smddp_tensorflow.modelparallel import model as model_module
 from smddp_tensorflow.modelparallel.division import changed_by_body, used_by_code
-from smddp_tensorflow.modelparallel.executor import Executor, Work
+from smddp_tensorflow.modelparallel.executor import Executor, Outcome, Work, read
 from smddp_tensorflow.modelparallel.gradients import Gradient
-from smddp_tensorflow.modelparallel.trace import Trace, trace
+from smddp_tensorflow.modelparallel.trace import Trace, handle_of, trace
 from smddp_tensorflow.modelparallel.values import Tensors, as_tensor
 
 __all__ = ["StepOutput", "step"]
@@ -98,7 +99,8 @@ def step(
 
     All ranks call it, with tensors of the same shapes; the values on rank 0 of a pipeline count.
     The first call traces the function on symbolic tensors, as `tf.function` does, and divides the
-    model. Inside a `tf.function` each call does so that is traced.
+    model. Inside a `tf.function` each call does so that is traced, and a call that changes other
+    variables than those before.
 
     Args:
         function: calls the model; returns tensors, also ragged and sparse ones, gradients of
@@ -153,15 +155,21 @@ class _Traced(NamedTuple):
         divided: the model.
         trains: does it ask for gradients?
         outline: of what it returns: a TypeSpec for each tensor.
+        asked: numbers of the variables whose gradients it asks for.
+        present: of those that have one; empty unless it was traced for a graph.
         changed: see `changed_by_body`.
         used: see `used_by_code`.
+        local: handles of other variables that it has assigned to, by id; rank 0 has them.
     """
 
     divided: Any
     trains: bool
     outline: Any
+    asked: set[int]
+    present: set[int]
     changed: list[Any]
     used: list[Any]
+    local: dict[int, Any]
 
 
 class _Body:
@@ -189,36 +197,36 @@ class _Body:
         traced, is_eager = self.traced, tf.executing_eagerly()
         if traced is None or not model_module.is_current(traced.divided):
             with tf.init_scope():
-                traced = self.traced = self._prepare(args, kwargs)
+                traced = self.traced = self._prepare(args, kwargs, not is_eager)
         elif not is_eager:
             # With other shapes, or other values of Python, the function may return something else.
             with tf.init_scope():
                 traced = self._traced_again(args, kwargs)
         if not is_eager:
             return self._in_graph(traced, args, kwargs)
-        returned, sums = self._run(traced, args, kwargs)
-        return self._collected(traced, returned, sums)
+        outcome = self._run(traced, args, kwargs)
+        return self._collected(traced, outcome)
 
-    def _prepare(self, args: Any, kwargs: Any) -> _Traced:
+    def _prepare(self, args: Any, kwargs: Any, in_graph: bool) -> _Traced:
         """Traces the function, and divides the model if that has not been done."""
         with job.together("the first call of a step"):
             model = model_module.current()
-            found, planned = self._planned(model, args, kwargs)
-        model_module.divide(model, planned)
-        return _traced(found, planned)
+            traced = self._planned(model, args, kwargs, in_graph)
+        model_module.divide(model, traced.divided)
+        return traced
 
     def _traced_again(self, args: Any, kwargs: Any) -> _Traced:
         try:
-            return _traced(*self._planned(model_module.current(), args, kwargs))
+            return self._planned(model_module.current(), args, kwargs, True)
         except Exception as error:
             _shared_executor().refuse(error)
             self._end(error)
             raise
 
-    def _planned(self, model: Any, args: Any, kwargs: Any) -> tuple[Trace, Any]:
+    def _planned(self, model: Any, args: Any, kwargs: Any, in_graph: bool) -> _Traced:
         count = job.cfg().microbatches
-        found = self._trace(self._parts(args, kwargs, count, _shapes)[0])
-        return found, model_module.plan(model, found)
+        found = self._trace(self._parts(args, kwargs, count, _shapes)[0], in_graph)
+        return _traced(found, model_module.plan(model, found))
 
     def _parts(self, args: Any, kwargs: Any, count: int, pieces: Any) -> Any:
         if self.specs:
@@ -229,9 +237,7 @@ class _Body:
             args, kwargs = bound.args, bound.kwargs
         return divide_arguments(self.function, args, kwargs, count, self.whole, self.axes, pieces)
 
-    def _run(
-        self, traced: _Traced, args: Any, kwargs: Any
-    ) -> tuple[list[Any], list[dict[int, Any]]]:
+    def _run(self, traced: _Traced, args: Any, kwargs: Any) -> Outcome:
         """Runs a step; returns what `Executor.run` does."""
         if not model_module.is_current(traced.divided):
             raise SMPUsageError(
@@ -240,6 +246,8 @@ class _Body:
             )
         cfg, executor = job.cfg(), _shared_executor()
         error: BaseException | None = None
+        known = {handle_of(weight) for weight in traced.divided.weights}
+        known |= {id(handle) for handle in traced.changed} | traced.local.keys()
         try:
             try:
                 work = Work(
@@ -247,17 +255,47 @@ class _Body:
                     self._parts(args, kwargs, cfg.microbatches, _pieces),
                     traced.trains,
                     traced.changed,
+                    known,
                     cfg.active_microbatches if job.pp_size() > 1 else 1,
                     cfg.pipeline == "simple",
                 )
             except Exception as refused:
                 executor.refuse(refused)
                 raise
-            returned, sums = executor.run(traced.divided, work)
+            outcome = executor.run(traced.divided, work)
+            if outcome.unknown and job.pp_size() > 1:
+                self._send_more(traced, outcome, args, kwargs)
         except BaseException as raised:  # also Ctrl-C: ranks of other replicas wait for this one
             error = raised
         self._end(error)
-        return returned, sums
+        return outcome
+
+    def _send_more(self, traced: _Traced, outcome: Outcome, args: Any, kwargs: Any) -> None:
+        """Gives other ranks the values of variables to which the function did not assign before.
+
+        Its trace, on all ranks, tells which these are.
+        """
+        error: BaseException | None = None
+        values: list[Any] = []
+        try:
+            again = self._planned(model_module.current(), args, kwargs, False)
+            before = {id(handle) for handle in traced.changed}
+            more = [handle for handle in again.changed if id(handle) not in before]
+            if job.pp_rank() == 0:
+                values = [read(handle).numpy() for handle in more]
+        except Exception as raised:
+            error = raised
+        answers = job.exchange("pp", (None if error is None else summary(error), values))
+        failed = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(answers) if said]
+        if failed:
+            raise error or SMPPeerError(
+                f"the trace of step {self.function.__name__!r} has failed on {failed[0]}"
+            )
+        if job.pp_rank() > 0:
+            for handle, value in zip(more, answers[0][1], strict=True):
+                tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+        traced.changed.extend(more)
+        traced.local.update(outcome.assigned)
 
     def _end(self, error: BaseException | None) -> None:
         if job.dp_size() > 1:
@@ -265,9 +303,10 @@ class _Body:
         elif error is not None:
             raise error
 
-    def _trace(self, part: Any) -> Any:
+    def _trace(self, part: Any, in_graph: bool) -> Any:
         try:
-            return trace(self.function, *part)
+            args, kwargs = part
+            return trace(self.function, args, kwargs, in_graph)
         except SMPError:
             raise
         except Exception as error:
@@ -280,7 +319,7 @@ class _Body:
         """Returns symbolic results of a step, which an operation of the graph runs."""
         count = job.cfg().microbatches
         divided, outline = traced.divided, traced.outline
-        mine = sorted(divided.mine) if traced.trains else []
+        mine = sorted(divided.mine & traced.present)
         # A ragged or sparse tensor consists of several.
         specs = [
             spec
@@ -293,7 +332,7 @@ class _Body:
             variable = divided.trainable[number]
             specs += [tf.TensorSpec(variable.shape, variable.dtype)] * count
         whole = list(args), dict(kwargs)
-        leaves = tf.nest.flatten(whole)
+        leaves = tf.nest.flatten(whole, expand_composites=True)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, tf.Tensor)]
 
         def run(*values: Any) -> list[Any]:
@@ -301,15 +340,18 @@ class _Body:
             for place, value in zip(places, values, strict=False):
                 given[place] = value
             with interrupts.waiting():
-                returned, sums = self._run(traced, *tf.nest.pack_sequence_as(whole, given))
-            columns = zip(*(tf.nest.flatten(one) for one in returned), strict=True)
+                outcome = self._run(
+                    traced, *tf.nest.pack_sequence_as(whole, given, expand_composites=True)
+                )
+            columns = zip(*(tf.nest.flatten(one) for one in outcome.returned), strict=True)
             found = [
                 value
                 for leaf in columns
                 if isinstance(leaf[0], Tensors)
                 for value in tf.nest.flatten(leaf, expand_composites=True)
             ]
-            gradients = self._gradients(traced, sums)
+            gradients = self._gradients(traced, outcome.sums)
+            self._check_absent(traced, gradients)
             for number in mine:
                 found += gradients[number].outputs
             return [
@@ -325,6 +367,7 @@ class _Body:
         made = tf.py_function(
             run, [*(leaves[place] for place in places), *handles], [spec.dtype for spec in specs]
         )
+        made = made if specs else []  # it is an operation then
         for value, spec in zip(made, specs, strict=True):
             value.set_shape(spec.shape)
         results = iter(made)
@@ -339,13 +382,30 @@ class _Body:
             if isinstance(leaf, tf.TypeSpec)
         }
         gradients = {number: StepOutput([next(results) for _ in range(count)]) for number in mine}
+        missing = StepOutput([None] * count)
 
         def joined(leaf: Any) -> Any:
             if isinstance(leaf, Gradient):
-                return gradients[leaf.number]
+                return gradients.get(leaf.number, missing)
             return outputs[id(leaf)] if id(leaf) in outputs else [leaf] * count
 
         return tf.nest.map_structure(joined, _own(outline, divided.mine))
+
+    def _check_absent(self, traced: _Traced, gradients: dict[int, StepOutput]) -> None:
+        """Raises if there is a gradient that there was not when the step was traced for a graph.
+
+        Raises:
+            SMPUsageError: there is one.
+        """
+        for number in traced.divided.mine & (traced.asked - traced.present):
+            total = gradients[number].reduce_sum()
+            if total is not None and np.any(total):
+                raise SMPUsageError(
+                    f"step {self.function.__name__!r}: variable "
+                    f"{traced.divided.trainable[number].name!r} has a gradient, and had none when "
+                    "tf.function traced the step: the function does something else now. Let it "
+                    "depend on its arguments only"
+                )
 
     def _gradients(self, traced: _Traced, sums: list[dict[int, Any]]) -> dict[int, StepOutput]:
         """Returns the gradients of this rank's variables, averaged over replicas."""
@@ -357,8 +417,8 @@ class _Body:
             _average(values, traced.divided.trainable)
         return values
 
-    def _collected(self, traced: _Traced, returned: list[Any], sums: list[dict[int, Any]]) -> Any:
-        gradients = self._gradients(traced, sums)
+    def _collected(self, traced: _Traced, outcome: Outcome) -> Any:
+        gradients = self._gradients(traced, outcome.sums)
 
         def joined(*leaves: Any) -> Any:
             if isinstance(leaves[0], Gradient):
@@ -367,7 +427,7 @@ class _Body:
 
         try:
             return tf.nest.map_structure(
-                joined, *(_own(result, traced.divided.mine) for result in returned)
+                joined, *(_own(result, traced.divided.mine) for result in outcome.returned)
             )
         except (TypeError, ValueError) as error:
             raise SMPUsageError(
@@ -376,13 +436,18 @@ class _Body:
 
 
 def _traced(found: Trace, planned: Any) -> _Traced:
-    outline = tf.nest.map_structure(
-        lambda leaf: tf.type_spec_from_value(leaf) if isinstance(leaf, Tensors) else leaf,
-        found.result,
-    )
+    numbers = planned.numbers_of(found.asked)
+
+    def outline_of(leaf: Any) -> Any:
+        if isinstance(leaf, Gradient):
+            return Gradient(numbers[leaf.number])
+        return tf.type_spec_from_value(leaf) if isinstance(leaf, Tensors) else leaf
+
+    present = {number for number, there in zip(numbers, found.present, strict=False) if there}
+    outline = tf.nest.map_structure(outline_of, found.result)
     used = used_by_code(planned.model, found)
     changed = changed_by_body(planned.model, found, used)
-    return _Traced(planned, found.trains, outline, changed, used)
+    return _Traced(planned, found.trains, outline, set(numbers), present, changed, used, {})
 
 
 def _own(value: Any, mine: set[int]) -> Any:
@@ -463,13 +528,20 @@ def _pieces(name: str, value: Any, count: int, whole: bool, axis: int) -> list[A
         return [value] * count
 
     def divide(leaf: Any) -> list[Any]:
-        if not isinstance(leaf, tf.Tensor | np.ndarray):
+        if isinstance(leaf, tf.IndexedSlices | tf.experimental.ExtensionType):
+            raise SMPUsageError(
+                f"argument {name!r} has a {type(leaf).__name__}, which cannot be divided into "
+                f"microbatches: pass its tensors. {not_of_the_batch(name)}."
+            )
+        if not isinstance(leaf, Tensors | np.ndarray):
             return [leaf] * count
-        tensor = tf.convert_to_tensor(leaf)
+        tensor = tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
         if count == 1:
             return [tensor]
         drop_last = "drop_remainder=True in batch()"
         check_divisible(name, tuple(tensor.shape), count, axis, drop_last)
+        if isinstance(tensor, tf.SparseTensor):
+            return list(tf.sparse.split(sp_input=tensor, num_split=count, axis=axis))
         return list(tf.split(tensor, count, axis))
 
     if hasattr(value, "smp_slice"):
@@ -488,12 +560,16 @@ def _shapes(name: str, value: Any, count: int, whole: bool, axis: int) -> list[A
     """
 
     def divide(leaf: Any) -> Any:
-        if not isinstance(leaf, tf.Tensor | tf.TensorSpec | np.ndarray):
+        if not isinstance(leaf, Tensors | tf.TensorSpec | np.ndarray):
             return leaf
-        shape = None if leaf.shape is None else list(tf.TensorShape(leaf.shape))
+        spec = leaf if isinstance(leaf, tf.TensorSpec) else tf.type_spec_from_value(leaf)
+        shape = None if spec.shape.rank is None else spec.shape.as_list()
         if not whole and shape is not None and -len(shape) <= axis < len(shape):
             shape[axis] = None if shape[axis] is None else shape[axis] // count
-        return tf.TensorSpec(shape, tf.as_dtype(leaf.dtype))
+        if isinstance(spec, tf.RaggedTensorSpec):
+            return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+        kind = tf.SparseTensorSpec if isinstance(spec, tf.SparseTensorSpec) else tf.TensorSpec
+        return kind(shape, spec.dtype)
 
     if not whole and hasattr(value, "smp_slice"):
         return [value.smp_slice(count, number, axis) for number in range(count)]

@@ -11,11 +11,12 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
 from smddp_smp.errors import SMPUsageError
 from smddp_tensorflow.modelparallel import layers
 from smddp_tensorflow.modelparallel.gradients import Gradient
-from smddp_tensorflow.modelparallel.values import as_tensor, results
+from smddp_tensorflow.modelparallel.values import Tensors, as_tensor, results
 
 __all__ = ["Trace", "code_of_the_script", "trace"]
 
@@ -36,6 +37,8 @@ class Trace:
         used: the handles of these variables.
         changed: the handles of variables that may be assigned to, and the same layers.
         trains: did the function ask for gradients?
+        asked: for those of which variables.
+        present: for each of them, does the loss depend on it? Empty if nobody wants to know.
         result: what the function returned.
     """
 
@@ -46,6 +49,8 @@ class Trace:
     used: list[Any] = dataclasses.field(default_factory=list)
     changed: list[tuple[Any, tuple[Any, ...]]] = dataclasses.field(default_factory=list)
     trains: bool = False
+    asked: list[Any] = dataclasses.field(default_factory=list)
+    present: list[bool] = dataclasses.field(default_factory=list)
     result: Any = None
 
 
@@ -55,6 +60,7 @@ class Tracer:
     def __init__(self, graph: FuncGraph) -> None:
         self.found = Trace()
         self._graph = graph
+        self._loss: Any = None
         self._stack: tuple[Any, ...] = ()
         # From which operation of the graph on which layers run.
         self.borders: list[tuple[int, tuple[Any, ...]]] = [(0, ())]
@@ -84,8 +90,19 @@ class Tracer:
 
     def gradients(self, loss: Any, variables: Any) -> list[Gradient]:
         """Notes that the function asks for gradients; see `gradients.install`."""
-        self.found.trains = True
+        self.found.trains, self.found.asked, self._loss = True, list(variables), loss
         return [Gradient(number) for number in range(len(variables))]
+
+    def add_present(self) -> None:
+        """Finds which variables the loss depends on, as a tape would."""
+        places = {id(handle): place for handle, place in self._graph.captures}
+        handles = [places.get(handle_of(variable)) for variable in self.found.asked]
+        there = [handle for handle in handles if handle is not None]
+        with self._graph.as_default(), code_of_the_script(False):
+            gradients = iter(tf.gradients(self._loss, there))
+        self.found.present = [
+            handle is not None and next(gradients) is not None for handle in handles
+        ]
 
     def add_reads(self) -> None:
         """Finds which variables the operations use."""
@@ -105,16 +122,22 @@ class Tracer:
 
 
 class _Code(threading.local):
-    """Does this thread run code of the script in a step?"""
+    """Does this thread run code of the script in a step?
+
+    Attributes:
+        assigned: takes the handles of variables that it assigns to, by their ids.
+    """
 
     is_running = False
+    assigned: dict[int, Any] | None = None
 
 
 _code = _Code()
 
 
 @functools.cache
-def _watch_tapes() -> None:
+def _watch() -> None:
+    """Replaces methods of tapes and variables for the whole process."""
     real = tf.GradientTape.gradient
 
     @functools.wraps(real)
@@ -127,32 +150,67 @@ def _watch_tapes() -> None:
         return real(*args, **kwargs)
 
     tf.GradientTape.gradient = gradient
+    initialize = BaseResourceVariable.__init__
+
+    @functools.wraps(initialize)
+    def noted_initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        self._smp_is_local = _code.assigned is not None
+
+    BaseResourceVariable.__init__ = noted_initialize
+    for kind in (BaseResourceVariable, ResourceVariable):
+        for name, method in list(kind.__dict__.items()):
+            if name.startswith(("assign", "scatter_", "batch_scatter_")):
+                setattr(kind, name, _noting(method))
+
+
+def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # No other rank has a variable that a microbatch has made.
+        if _code.assigned is not None and not getattr(self, "_smp_is_local", False):
+            _code.assigned[id(self.handle)] = self.handle
+        return method(self, *args, **kwargs)
+
+    return noted
 
 
 @contextlib.contextmanager
-def code_of_the_script(is_running: bool = True) -> Iterator[None]:
-    """Refuses gradients of the script's own tapes, which do not see layers of other ranks."""
-    _watch_tapes()
-    before, _code.is_running = _code.is_running, is_running
+def code_of_the_script(
+    is_running: bool = True, assigned: dict[int, Any] | None = None
+) -> Iterator[None]:
+    """Refuses gradients of the script's own tapes, which do not see layers of other ranks.
+
+    Args:
+        is_running: is it the script's code, and not that of smp?
+        assigned: takes the handles of variables that the code assigns to, by their ids.
+    """
+    _watch()
+    before = _code.is_running, _code.assigned
+    _code.is_running, _code.assigned = is_running, assigned
     try:
         yield
     finally:
-        _code.is_running = before
+        _code.is_running, _code.assigned = before
 
 
-def trace(function: Callable[..., Any], args: Any, kwargs: Any) -> Trace:
+def trace(function: Callable[..., Any], args: Any, kwargs: Any, in_graph: bool) -> Trace:
     """Runs a function on symbolic tensors; no operation is executed.
 
     Args:
         function: of the step.
         args: of one microbatch; of tensors, type and shape count.
         kwargs: of one microbatch.
+        in_graph: find out which gradients there are.
     """
 
     def symbolic(value: Any) -> Any:
-        if isinstance(value, tf.Tensor | tf.TensorSpec):
-            return tf.compat.v1.placeholder(value.dtype, value.shape)
-        return value
+        if not isinstance(value, tf.TypeSpec | Tensors):
+            return value
+        spec = tf.type_spec_from_value(value) if isinstance(value, Tensors) else value
+        parts = tf.nest.flatten(spec, expand_composites=True)
+        made = [tf.compat.v1.placeholder(part.dtype, part.shape) for part in parts]
+        return tf.nest.pack_sequence_as(spec, made, expand_composites=True)
 
     # Variables that layers make are outside of the graph, and get values at once.
     graph = FuncGraph("smp_trace")
@@ -161,6 +219,8 @@ def trace(function: Callable[..., Any], args: Any, kwargs: Any) -> Trace:
         given, named = tf.nest.map_structure(symbolic, (list(args), dict(kwargs)))
         tracer.found.result = results(function(*given, **named))
     tracer.add_reads()
+    if in_graph and tracer.found.trains:
+        tracer.add_present()  # after what looks at the function's own operations
     return tracer.found
 
 

@@ -155,7 +155,7 @@ def divided() -> tuple[int, float]:
     assert group is not None
     assert group.rank == members[::-1].index(world.rank)
     total = float(group.allreduce(np.array([float(world.rank)]))[0])
-    none = world.split([0])
+    none = world.split([0] if world.rank < 2 else [])
     assert (none is None) == (world.rank != 0)
     group.leave()
     world.leave()
@@ -231,7 +231,37 @@ def misuse() -> None:
             "ValueError: smddp: the array needs a part",
         ),
         (lambda: world.scatter(None, 1 - world.rank), "TypeError: smddp: scatter needs `out`"),
-        (lambda: world.allreduce(x, op=Op.BAND), "ValueError: smddp: BAND of float64 is undefined"),
+        (
+            lambda: world.allreduce(x, op=Op.BAND),
+            "ValueError: smddp: BAND of float64 is not supported; float64 has SUM, AVERAGE, "
+            "PRODUCT, MIN, MAX, SCALED_SUM",
+        ),
+        (
+            lambda: world.allreduce(x * 1j, op=Op.PRODUCT),
+            "ValueError: smddp: PRODUCT of complex128 is not supported; complex128 has SUM, "
+            "AVERAGE, SCALED_SUM",
+        ),
+        (
+            lambda: world.allreduce(x.astype(int), op=Op.SCALED_SUM),
+            "ValueError: smddp: SCALED_SUM of int64 is not supported",
+        ),
+        (lambda: world.allreduce(x > 0, op=Op.AVERAGE), "ValueError: smddp: AVERAGE of bool"),
+        *(
+            (
+                lambda call=call, op=op: call(x, op=op),
+                f"ValueError: smddp: {op!r} is no Op: it is one of SUM, AVERAGE, ",
+            )
+            for call in (
+                world.allreduce,
+                world.reduce_scatter,
+                lambda x, op: world.reduce(x, 0, op=op),
+            )
+            for op in ("sum", 9, None)
+        ),
+        (lambda: world.broadcast(x, 1.0), "TypeError: smddp: 1.0 is no integer: a rank or a tag"),
+        (lambda: world.send(x, 1 - world.rank, tag="a"), "TypeError: smddp: 'a' is no integer"),
+        (lambda: world.split([0.0]), "TypeError: smddp: 0.0 is no integer"),
+        (lambda: world.split([2**32]), "ValueError: smddp: 4294967296 is too large"),
         (lambda: world.send(x, world.rank), "ValueError: smddp: a rank cannot send to itself"),
         (lambda: world.send(x, 7), "ValueError: smddp: the peer is no rank of the group"),
         (lambda: world.send(x, 1 - world.rank, tag=-1), "ValueError: smddp: the tag is negative"),

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -361,6 +362,58 @@ def test_keras_fits_what_one_process_fits(layout: str, env: Any) -> None:
             np.testing.assert_allclose(found_history[name], expected, rtol=1e-5)
         for one, other in zip(found, values, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def broadcast_by_a_callback() -> Any:
+    """Returns the variables before and after the callback, in each of two batches."""
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(port=int(os.environ["STORE"]))
+    me = sdp.rank()
+    tf.keras.utils.set_random_seed(5 + me)
+    model = tf.keras.Sequential([tf.keras.layers.Dense(CLASSES)])
+    optimizer = tf.keras.optimizers.SGD(RATE, momentum=MOMENTUM)  # each rank trains alone
+    model.compile(
+        optimizer, tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True), run_eagerly=True
+    )
+    found: list[list[Any]] = []
+
+    def note() -> None:
+        values = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
+        found.append([np.array(one) for one in [*model.variables, *values]])
+
+    class Notes(tf.keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            note()
+
+    x, y = data(2 * BATCH)
+    rows = slice(me, None, 2)
+    callbacks = [Notes(), sdp.BroadcastVariables(1), Notes()]
+    model.fit(x[rows], y[rows], batch_size=BATCH // 2, verbose=0, callbacks=callbacks)
+    sdp.shutdown()
+    return found
+
+
+def differ(one: list[Any], other: list[Any]) -> bool:
+    return any(np.any(a != b) for a, b in zip(one, other, strict=True))
+
+
+@jobs.BOTH_KERAS
+def test_the_callback_gives_all_ranks_the_variables_of_one(env: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    first, second = jobs.run(broadcast_by_a_callback, "2", env={**env, "STORE": str(port)})
+    assert len(first) == len(second) == 4
+    assert len(first[0]) >= 4  # also momenta
+    assert differ(first[0][:2], second[0][:2])
+    assert differ(first[0][-2:], second[0][-2:])
+    assert not differ(second[1], second[0])
+    assert not differ(first[1], second[0])
+    # It acts once.
+    assert differ(first[2], second[2])
+    assert not differ(first[3], first[2])
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -73,6 +73,66 @@ def test_constants_and_unused_sums_are_reduced() -> None:
     jobs.run(constants, "2", timeout=120)
 
 
+def several() -> None:
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=20)
+    me, size = sdp.rank(), sdp.size()
+
+    def late(x: Any, on: int) -> Any:
+        """What a rank computes slowly comes after what it computes fast, if nothing orders them."""
+
+        def wait(x: Any) -> Any:
+            time.sleep(0.3 * (me == on))
+            return x
+
+        return tf.ensure_shape(tf.py_function(wait, [x], x.dtype), x.shape)
+
+    def reduced(x: Any, count: int, order: Any = None) -> Any:
+        found = {
+            number: sdp.allreduce(x + number, number, count, op=sdp.ReduceOp.SUM)
+            for number in order or range(count)
+        }
+        return [found[number] for number in range(count)]
+
+    def both(x: Any) -> Any:
+        return reduced(late(x, 0), 2, (1, 0)), reduced(late(x + 10.0, 1), 2)
+
+    def of_two_sizes(x: Any) -> Any:
+        return reduced(late(x, 0), 2), reduced(late(x + 10.0, 1), 3), reduced(x + 20.0, 2)
+
+    variables = [tf.Variable(0.0), tf.Variable(10.0)]
+    first = tf.function(lambda x: reduced(late(x + variables[0], 0), 2))
+    second = tf.function(lambda x: reduced(late(x + variables[1], 1), 2))
+
+    def nested(x: Any) -> Any:
+        return first(x), second(x)
+
+    for function in (both, of_two_sizes, nested):
+        compiled = tf.function(function)
+        for _ in range(3):
+            for ten, values in enumerate(compiled(tf.constant(float(me)))):
+                for number, value in enumerate(values):
+                    expected = sum(range(size)) + size * (10 * ten + number)
+                    assert float(value) == expected, (function.__name__, ten, number, float(value))
+
+    mixed = tf.function(lambda x: [sdp.allreduce(x, number, 3) for number in (0, 2, 0)])
+    found = error_of(mixed, tf.ones(2))
+    assert "ValueError" in found, found
+    assert "number 0 of 3 comes in a tf.function before number(s) [1] of 3" in found, found
+    mixed = tf.function(lambda x: [sdp.allreduce(x, 0, count) for count in (2, 3)])
+    found = error_of(mixed, tf.ones(2))
+    assert "number 0 of 3 comes in a tf.function before number(s) [1] of 2" in found, found
+    assert float(sdp.allreduce(tf.constant(3.0), 0, 1)) == 3
+    sdp.shutdown()
+
+
+def test_several_sets_of_numbers_in_a_function() -> None:
+    jobs.run(several, "2", timeout=120)
+
+
 def outlived() -> None:
     import tensorflow as tf
 
@@ -440,6 +500,37 @@ def test_a_library_that_does_not_load_is_made_again(tmp_path: Path) -> None:
     jobs.run(with_a_library_that_does_not_load, "1", env={"EMPTY": str(tmp_path)}, timeout=120)
 
 
+def remade() -> list[str]:
+    from smddp_tensorflow import kernels
+
+    found = kernels.load()
+    assert found is not None
+    os.environ["XDG_CACHE_HOME"] = os.environ["EMPTY"]
+    kernels._compile = lambda _, target: target.write_bytes(Path(found.library._name).read_bytes())
+    made = kernels._compiled()
+    return sorted(place.name for place in Path(made.library._name).parent.iterdir())
+
+
+def test_old_libraries_are_removed(tmp_path: Path) -> None:
+    folder, now = tmp_path / "smddp", time.time()
+    folder.mkdir(mode=0o700)
+    for days in range(12):
+        place = folder / f"tensorflow_2.16.1_{days:x}.so"
+        place.touch()
+        os.utime(place, (now - 86400 * (days + 0.5),) * 2)
+    jobs.run(remade, "1", env={"EMPTY": str(tmp_path)}, timeout=120)
+    left = {place.name for place in folder.iterdir()}
+    assert {"lock", *(f"tensorflow_2.16.1_{days:x}.so" for days in range(7))} < left
+    assert len(left) == 9, left
+    # What was used within a day stays, however many there are.
+    for place in folder.glob("*.so"):
+        place.unlink()
+    for number in range(12):
+        (folder / f"tensorflow_2.16.1_{number:x}.so").touch()
+    (names,) = jobs.run(remade, "1", env={"EMPTY": str(tmp_path)}, timeout=120)
+    assert len(names) == 14, names
+
+
 def unwritable(folder: str) -> str:
     import tempfile
 
@@ -633,6 +724,12 @@ def sharded() -> None:
             assert sdp.shard(dataset).element_spec == dataset.element_spec
             rest = [value(one) for one in sdp.shard(dataset, drop_remainder=False)]
             assert rest == list(range(me, 7, 2))
+    with pytest.raises(TypeError, match=r"takes a tf.data.Dataset, and not a ndarray: make one by"):
+        sdp.shard(np.arange(7))
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    for wrong in (model, tf.Variable(1.0), tf.keras.Variable(1.0)):
+        with pytest.raises(TypeError, match=r"takes a list, such as model.variables, and not a"):
+            sdp.broadcast_variables(wrong, 0)
     endless = sdp.shard(of(numbers).repeat()).take(4)
     assert [int(one) for one in endless] == [(me + 2 * i) % 7 for i in range(4)]
     sdp.shutdown()
@@ -712,7 +809,8 @@ def values() -> None:
             sdp.allreduce, tf.cast(turned[me], kind), 0, 1, sdp.Compression.none, op.MIN
         )
         assert "InvalidArgumentError" in text, text
-        assert "undefined" in text, text
+        assert "MIN of complex" in text, text
+        assert "is not supported; complex" in text, text
     bits = np.array([[rank == 0, True, False] for rank in ranks])
     each(lambda rank: bits[rank], tf.bool, lambda x: sdp.allreduce(x, 0, 1, op=op.MAX), bits.any(0))
     each(lambda rank: bits[rank], tf.bool, lambda x: sdp.allreduce(x, 0, 1, op=op.MIN), bits.all(0))

@@ -40,6 +40,34 @@ def compare(found: list[Any], losses: Any, values: dict[str, np.ndarray]) -> Non
 
 # --- the MNIST script -----------------------------------------------------------------------------
 
+# What AWS's announcement of the original library shows, where dots stand for what it leaves out.
+SHOWN = """
+import smdistributed.modelparallel.tensorflow as smp
+smp.init()
+...
+class MyModel(smp.DistributedModel):
+def __init__(self):
+super(MyModel, self).__init__()
+self.conv = Conv2D(32, 3, activation="relu")
+self.flatten = Flatten()
+self.dense1 = Dense(128)
+self.dense2 = Dense(10)
+...
+@smp.step
+def forward_backward(images, labels):
+predictions = model(images, training=True)
+loss = loss_obj(labels, predictions)
+grads = optimizer.get_gradients(loss, model.trainable_variables)
+return grads, loss
+"""
+
+
+def test_the_script_has_the_lines_that_were_published() -> None:
+    lines = [line.strip() for line in SCRIPT.read_text().splitlines()]
+    text = "\n".join(line for line in lines if line)
+    for part in SHOWN.split("..."):
+        assert f"\n{part.strip()}\n" in text, part
+
 
 def script(pipelines: list[str]) -> Any:
     import smdistributed.modelparallel.tensorflow as smp
@@ -435,7 +463,7 @@ def misuse() -> dict[str, str]:
     found["before"] = said(smp, smp.rank)
     for name, config in (
         ("value", {"partitions": 2, "pipeline": "fast"}),
-        ("torch", {"partitions": 2, "tensor_parallel_degree": 2, "ddp": True}),
+        ("torch", {"partitions": 2, "tensor_parallel_degree": 2}),
         ("one rank", {"partitions": 2, "microbatches": -1} if rank else {"partitions": 2}),
         ("differs", {"partitions": 2, "microbatches": 2 + rank}),
         ("ranks", {"partitions": 3}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
+import logging
 import os
 import signal
 import threading
@@ -367,8 +368,20 @@ def objects() -> None:
     import smdistributed.modelparallel.tensorflow as smp
 
     assert not smp.is_initialized()
+    text = error_of(smp.init, {**TWO, "tensor_parallel_degree": 2})
+    assert "tensor_parallel_degree is for PyTorch" in text, text
     smp.init({**TWO, "horovod": True}, timeout=60)
     assert smp.is_initialized()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smddp.modelparallel").addHandler(handler)
+    smp.init({**TWO, "horovod": True})
+    smp.init()
+    assert not said
+    smp.init({**TWO, "horovod": True, "microbatches": 4})
+    (text,) = said
+    assert "a second call does nothing; this configuration is not used: microbatches=4" in text
     me = smp.rank()
     part, replica = me % 2, me // 2
     assert (me, smp.size()) == (int(os.environ["RANK"]), 4)

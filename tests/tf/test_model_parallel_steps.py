@@ -172,6 +172,71 @@ def test_an_input_signature() -> None:
     jobs.run(signatures, "2", timeout=200)
 
 
+def composites() -> None:
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model, x = begun(smp, tf)
+    ragged = tf.RaggedTensor.from_row_lengths(tf.range(10.0), [1, 2, 3, 0, 0, 1, 1, 2])
+    dense = tf.reshape(tf.range(16.0), (8, 2)) * [[0.0, 1.0]]
+    sparse = tf.sparse.from_dense(dense)
+
+    def sums(rows: Any, words: Any, more: Any) -> Any:
+        result = tf.reduce_sum(model(rows), 1) + tf.reduce_sum(words, 1)
+        return result + tf.reduce_sum(tf.sparse.to_dense(more["sparse"]), 1), words, more["sparse"]
+
+    expected = smp.step(lambda rows: tf.reduce_sum(model(rows), 1))(x).merge()
+    expected = expected + tf.reduce_sum(ragged, 1) + tf.reduce_sum(dense, 1)
+    step = smp.step(sums)
+
+    def merged(*args: Any) -> Any:
+        return [one.merge() for one in step(*args)]
+
+    for call in (merged, tf.function(merged)):
+        found, words, more = call(x, ragged, {"sparse": sparse})
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        assert words.to_list() == ragged.to_list()
+        np.testing.assert_array_equal(tf.sparse.to_dense(more), dense)
+
+    # Whole, and along another dimension.
+    def of_whole(rows: Any, words: Any, columns: Any) -> Any:
+        shapes = words.nrows(), columns.dense_shape
+        return tf.reduce_sum(model(rows)), *shapes
+
+    step = smp.step(of_whole, non_split_inputs=["words"], input_split_axes={"columns": 1})
+    _, rows, shape = step(x, ragged, sparse)
+    assert [int(one) for one in rows.outputs] == [8, 8]
+    assert [one.numpy().tolist() for one in shape.outputs] == [[8, 1], [8, 1]]
+
+    one = smp.step(lambda rows, words: model(rows), input_split_axes={"words": -1})
+    other = smp.step(lambda rows, words: model(rows))
+    slices = tf.IndexedSlices(x, tf.range(8), (8, 3))
+
+    fields = {"__annotations__": {"first": tf.Tensor}}
+    Pair = type("Pair", (tf.experimental.ExtensionType,), fields)  # noqa: N806
+    for call, given, text in (
+        (one, ragged, "argument 'words' has a tensor of shape (8, None): its dimension -1 is"),
+        (other, ragged[:7], "argument 'words' has a tensor of shape (7, None): its dimension 0"),
+        (other, tf.sparse.from_dense(dense[:7]), "shape (7, 2): its dimension 0 cannot be divided"),
+        (other, slices, "argument 'words' has a IndexedSlices, which cannot be divided into"),
+        (
+            other,
+            [Pair(x)],
+            "argument 'words' has a Pair, which cannot be divided into microbatches",
+        ),
+    ):
+        said = error_of(call, x, given)
+        assert text in said, said
+    whole = smp.step(lambda rows, pair: model(rows) * pair.first, non_split_inputs=["pair"])
+    assert whole(x, Pair(tf.constant(2.0))).merge().shape == (8, 2)
+    smp.shutdown()
+
+
+def test_ragged_and_sparse_arguments() -> None:
+    jobs.run(composites, "2", timeout=200)
+
+
 # --- results --------------------------------------------------------------------------------------
 
 
@@ -217,3 +282,133 @@ def returned() -> None:
 
 def test_results() -> None:
     jobs.run(returned, "2", timeout=200)
+
+
+def later_metrics() -> None:
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model, x = begun(smp, tf)
+    metrics: list[Any] = []
+    counted = tf.Variable(0.0)
+    traces: list[int] = []
+
+    @smp.step
+    def step(rows: Any) -> Any:
+        traces.append(not tf.executing_eagerly())
+        result = model(rows)
+        # tf.function would refuse to make variables.
+        local = [tf.keras.metrics.Mean()] if len(metrics) < 2 else []
+        for metric in (*metrics, *local):
+            metric.update_state(tf.reduce_sum(result))
+        if len(metrics) > 1:
+            counted.assign_add(1.0)
+        return tf.reduce_sum(result)
+
+    sums: list[float] = []
+    step(x)
+    compiled = tf.function(lambda rows: step(rows).reduce_sum())
+    calls = [lambda rows: step(rows).reduce_sum()] * 4 + [compiled] * 3
+    for number, call in enumerate(calls):
+        if number in (1, 3, 5):
+            metrics.append(tf.keras.metrics.Mean())
+        value = float(call(x + float(number)))
+        sums.append(value / 2)
+        for metric, since in zip(metrics, (1, 3, 5), strict=False):
+            np.testing.assert_allclose(float(metric.result()), np.mean(sums[since:]), rtol=1e-6)
+        assert float(counted) == 2 * max(0, number - 2)
+    # Once for the first step, for each metric, and for the tf.function.
+    assert sum(traces) == 5, traces
+
+    # In turns; what comes later does not displace what came before.
+    pair = [tf.keras.metrics.Sum(), tf.keras.metrics.Sum()]
+
+    @smp.step
+    def alternating(rows: Any, which: int) -> Any:
+        pair[which].update_state(tf.ones([]))
+        return model(rows)
+
+    for number in range(6):
+        alternating(x, number % 2)
+        assert [float(one.result()) for one in pair] == [number // 2 * 2 + 2, (number + 1) // 2 * 2]
+    smp.shutdown()
+
+
+@jobs.BOTH_KERAS
+def test_metrics_that_are_made_after_the_first_step(env: Any) -> None:
+    jobs.run(later_metrics, "2", env=env, timeout=200)
+
+
+def unused() -> None:
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model, x = begun(smp, tf)
+    optimizer = tf.keras.optimizers.SGD(0.1)
+
+    def gradients(rows: Any, uses: str, wanted: str) -> Any:
+        result = model(rows)
+        if uses == "first":  # not what follows
+            result = model.one(rows) + 0.0 * tf.stop_gradient(result[:, :1])
+        variables = list(model.trainable_variables)
+        if wanted == "reversed":
+            variables = variables[::-1]
+        elif wanted == "last":
+            variables = variables[1:3]
+        return optimizer.get_gradients(tf.reduce_sum(result**2), variables)
+
+    step = smp.step(gradients)
+
+    def accumulated(*args: Any) -> Any:
+        return [one.accumulate() for one in step(*args)]
+
+    for uses in ("both", "first"):
+        for wanted in ("all", "reversed", "last"):
+            eager = accumulated(x, uses, wanted)
+            graph = tf.function(accumulated)(x, uses, wanted)
+            assert len(eager) == len(graph) == (1 if wanted == "last" else 2)
+            for one, other in zip(eager, graph, strict=True):
+                assert (one is None) == (other is None) == (uses == "first" and smp.rank() == 1)
+                if one is not None:
+                    np.testing.assert_allclose(one, other, rtol=1e-6)
+
+    uses = {"second": False}
+
+    @smp.step
+    def changing(rows: Any) -> Any:
+        result = model(rows) if uses["second"] else model.one(rows)
+        loss = tf.reduce_sum(result)
+        return optimizer.get_gradients(loss, model.trainable_variables)
+
+    compiled = tf.function(lambda rows: [one.accumulate() for one in changing(rows)])
+    compiled(x)
+    uses["second"] = True
+    said = error_of(compiled, x)
+    if smp.rank() == 1:
+        assert "has a gradient, and had none when tf.function traced the step" in said, said
+
+    smp.shutdown()
+    model = model_of(smp, tf)
+    model.two.trainable = False
+    smp.step(lambda rows: model(rows))(x)
+    model.two.trainable = True
+    step = smp.step(
+        lambda rows: optimizer.get_gradients(tf.reduce_sum(model(rows)), model.trainable_variables)
+    )
+    stranger = tf.Variable(1.0, name="stranger")
+    other = smp.step(lambda rows: optimizer.get_gradients(tf.reduce_sum(model(rows)), [stranger]))
+    for call in (step, tf.function(lambda rows: step(rows)[0].accumulate())):
+        said = error_of(call, x)
+        assert "variable 'kernel" in said or "kernel:0': it was not" in said, said
+        assert "was not trainable when the model was divided. Make layers trainable" in said, said
+    said = error_of(other, x)
+    assert "'stranger" in said, said
+    assert "it is no trainable variable of the smp.DistributedModel" in said, said
+    smp.shutdown()
+
+
+@jobs.BOTH_KERAS
+def test_gradients_that_are_missing(env: Any) -> None:
+    jobs.run(unused, "2", env=env, timeout=200)

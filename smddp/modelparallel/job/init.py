@@ -13,7 +13,7 @@ import torch.distributed as dist
 from smddp.modelparallel.job.groups import Groups
 from smddp.modelparallel.job.state import state
 from smddp_launch import complete_from_launcher, complete_rendezvous
-from smddp_smp.config import Configuration, compare, configure
+from smddp_smp.config import Configuration, compare, configure, warn_of_second
 from smddp_smp.errors import SMPInitializationError
 from smddp_smp.logs import log, make_visible
 from smddp_smp.topology import Topology
@@ -47,10 +47,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         (0, 1)
     """
     if state.initialized:
-        if config is not None:
-            again = configure(config, os.environ, warn=False)
-            if again.as_dict() != state.cfg.as_dict():
-                log.warning("smp.init: a second call does nothing; this configuration is not used")
+        warn_of_second(config, state.cfg)
         return
     complete_from_launcher()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
