@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from ranks import check_ranks, listen
+from ranks import ROOT, check_ranks, listen
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
@@ -180,3 +181,31 @@ def step(model: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("match", [False, True])
 def test_delayed_modules_stay_delayed(match: bool) -> None:
     check_ranks(delayed, "4", match)
+
+
+def example_of_the_page() -> list[str]:
+    """A class of the script is replaced, and computes the same."""
+    text = (ROOT / "docs/model-parallel.md").read_text()
+    example = re.search(r"```python\n(def of_linear.*?)```", text, re.DOTALL)
+    assert example is not None
+    smp.init(
+        {"ddp": True, "tensor_parallel_degree": 2, "_match_weights": True, "prescaled_batch": True}
+    )
+    names: dict[str, Any] = {"smp": smp, "torch": torch}
+    exec(example[1], names)
+    torch.manual_seed(3)
+    said = listen()
+    with smp.tensor_parallelism(gain=1.0):
+        module = nn.Sequential(names["Mixer"](8), nn.Linear(8, 8))
+        inputs = torch.randn(2, 8)
+        expected = module(inputs)
+        model = smp.DistributedModel(module)
+    torch.testing.assert_close(model(inputs), expected, rtol=0, atol=1e-5)
+    assert len(list(model.distributed_modules())) == 2
+    return said
+
+
+def test_a_class_of_the_script_is_replaced_as_the_page_says() -> None:
+    said, nothing = check_ranks(example_of_the_page, "2")
+    assert any("no module that is divided has an option 'gain'" in text for text in said), said
+    assert not any("gain" in text for text in nothing)

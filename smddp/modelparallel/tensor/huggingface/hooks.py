@@ -268,8 +268,10 @@ def states_output(returned: Any) -> Any:
 def _given(
     arguments: inspect.BoundArguments, signature: inspect.Signature
 ) -> Iterator[tuple[str, Any]]:
-    """Yields names and values of the arguments that are given."""
+    """Yields names and values of the arguments that are given, and have an effect."""
     for name, value in arguments.arguments.items():
+        if name == "deprecated_arguments":  # position_ids of GPT-J in old releases
+            continue
         if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
             yield from value.items()
         else:
