@@ -4,6 +4,9 @@ Their divided modules exchange activations. So the batches have to be of one for
 `prescaled_batch` they have to be the same one, and so has the random seed: each rank computes a
 part of every layer, and they add up the parts. Otherwise results would be wrong without an error:
 a batch of two texts of eight tokens has the size of one of four texts of four.
+
+They also compare what decides which exchanges there are, and in which dtype: autocast, and which
+parameters and arguments need gradients.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from smddp.modelparallel.common import device
 from smddp.modelparallel.common.structure import Structure, constants
 from smddp.modelparallel.job.collectives import Collectives
 from smddp.modelparallel.job.state import state
+from smddp.modelparallel.pipeline.protocol import ambient
 from smddp_smp.errors import SMPUsageError
 
 __all__ = ["seed_of_batch"]
@@ -40,7 +44,7 @@ def seed_of_batch(seed: int, batch: Callable[[], Iterable[_Argument]]) -> int:
 
     Raises:
         SMPUsageError: the batches of the ranks have different forms, or `prescaled_batch` is set,
-            and they are different.
+            and they are different; or autocast is, or other parameters are frozen.
         SMPPeerError: the step has failed on another rank of the group.
     """
     size, exchange = state.topology.tp_size, state.groups.exchange
@@ -49,12 +53,19 @@ def seed_of_batch(seed: int, batch: Callable[[], Iterable[_Argument]]) -> int:
     prescaled, here = state.cfg.prescaled_batch, device.current()
     arguments = list(batch())
     forms = json.dumps([(name, _form(value, found)) for name, value, found in arguments]).encode()
-    own = torch.tensor([seed, zlib.crc32(forms), len(forms), 0], device=here)
+    flags = bytes(parameter.requires_grad for parameter in state.current_model().parameters())
+    settings = zlib.crc32(flags, zlib.crc32(repr(ambient().autocast).encode()))
+    own = torch.tensor([seed, zlib.crc32(forms), len(forms), 0, settings], device=here)
     if prescaled:
         own[3] = _digest((tensor for *_, tensors in arguments for tensor in tensors), here)
     everybody = own.new_empty(size, len(own))
     exchange.make("all_gather", everybody.view(-1), own)
-    seeds, *_, lengths, _ = columns = everybody.T.tolist()
+    seeds, _, lengths, *_ = columns = everybody.T.tolist()
+    if len(set(columns[4])) > 1:
+        raise SMPUsageError(
+            "all ranks of a tensor-parallel group need the same settings, because they exchange "
+            f"activations and gradients: {_other_setting(exchange, here)}"
+        )
     why = ""
     if len(set(columns[1])) > 1:
         why = _difference(_texts(exchange, forms, max(lengths), here), exchange.ranks)
@@ -73,6 +84,33 @@ def seed_of_batch(seed: int, batch: Callable[[], Iterable[_Argument]]) -> int:
             f"activations: pad them to one shape, or leave the last one out{why}"
         )
     return seed
+
+
+def _other_setting(exchange: Collectives, here: torch.device) -> str:
+    """Names a setting that is not the same on all ranks of the group."""
+    autocast = ", ".join(
+        f"{str(dtype).removeprefix('torch.')} on {kind}" for kind, dtype in ambient().autocast
+    )
+    own = {
+        "torch.autocast": autocast or "off",
+        **{
+            f"{name}.requires_grad": repr(parameter.requires_grad)
+            for name, parameter in state.current_model().get_module().named_parameters()
+        },
+    }
+    text = json.dumps(own).encode()
+    lengths = torch.tensor([len(text)], device=here)
+    exchange.make("maximum", lengths, lengths)
+    first, *others = _texts(exchange, text, int(lengths), here)
+    for rank, other in zip(exchange.ranks[1:], others, strict=True):
+        for name in {**first, **other}:
+            there, of_other = (found.get(name, "missing") for found in (first, other))
+            if there != of_other:
+                return (
+                    f"{name!r} is {there} on rank {exchange.ranks[0]} of the job, and {of_other} "
+                    f"on rank {rank}"
+                )
+    return "their parameters have different names"
 
 
 def _texts(exchange: Collectives, text: bytes, length: int, here: torch.device) -> list[Any]:
@@ -100,7 +138,8 @@ def _form(structure: Structure, tensors: list[Tensor]) -> str:
     """Describes tensors, and where there is None; other values may differ."""
     if structure[0] == "t":
         tensor = tensors[structure[1]]
-        return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        return f"{text} that needs a gradient" if tensor.requires_grad else text
     if structure[:2] == ("c", None):
         return "None"
     if structure[0] in "co" or (not tensors and None not in constants(structure)):

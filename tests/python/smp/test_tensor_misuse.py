@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import check_ranks
 from torch import Tensor, nn
 
@@ -180,6 +181,8 @@ def of_two_forms(prescaled: bool) -> list[str]:
     with refused(texts, "None"):
         masked(model, x, {"mask": None if rank else x, "name": f"of rank {rank}"})
     masked(model, x, {"mask": x, "name": f"of rank {rank}"})
+    with refused(texts, "gradient"):
+        train(model, x.clone().requires_grad_() if rank else x)
     with refused(texts, "outside a step"):
         model(x2)
     if prescaled:
@@ -199,10 +202,55 @@ def test_batches_of_two_forms(prescaled: bool) -> None:
         "Argument 'x' is float32 [4, 2, 4] on rank 0, and float64 [4, 2, 4] on rank 1",
         "Argument 'batch' is ['mask': float32 [4, 2, 4], 'name': a value] on rank 0, and ['mask': "
         "None, 'name': a value] on rank 1",
+        "Argument 'x' is float32 [4, 2, 4] on rank 0, and float32 [4, 2, 4] that needs a gradient "
+        "on rank 1",
         "Argument 'input' is float32 [4, 2, 4] on rank 0, and float32 [2, 4, 4] on rank 1",
         *["rank 1 of the job has another one than rank 0"] * 2 * prescaled,
     ]
     for texts in check_ranks(of_two_forms, "2", prescaled):
+        for text, expected in zip(texts, said, strict=True):
+            assert expected in text
+
+
+def of_two_settings(backend: str, config: dict[str, Any]) -> list[str]:
+    """Returns what is said if one rank changes a setting between steps."""
+    if backend != "smddp":
+        dist.init_process_group(backend)
+    smp.init({"ddp": True, "tensor_parallel_degree": 2, **config})
+    torch.manual_seed(3)
+    with smp.tensor_parallelism():
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2))
+    model = smp.DistributedModel(module)
+    x, texts = torch.arange(8.0).view(2, WIDTH), {}
+    other = smp.tp_rank() == 1
+    expected = train(model, x).reduce_mean()
+    with refused(texts, "autocast"), torch.autocast("cpu", torch.bfloat16, enabled=other):
+        train(model, x)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(not other)
+        with refused(texts, name):
+            train(model, x)
+        parameter.requires_grad_(True)
+    assert torch.equal(train(model, x).reduce_mean(), expected)
+    for parameter in module[0].parameters():  # on all ranks
+        parameter.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        train(model, x)
+    return list(texts.values())
+
+
+@pytest.mark.parametrize(
+    ("backend", "config"),
+    [("smddp", {}), ("gloo", {"prescaled_batch": True}), ("smddp", {"partitions": 2})],
+)
+def test_settings_that_differ(backend: str, config: dict[str, Any]) -> None:
+    names = [f"{part}.{kind}" for part in "012" for kind in ("weight", "bias")]
+    said = [
+        "'torch.autocast' is off on rank 0 of the job, and bfloat16 on cpu on rank 1",
+        *(f"'{name}.requires_grad' is True on rank 0 of the job, and False on" for name in names),
+    ]
+    size = 2 * config.get("partitions", 1)
+    for texts in check_ranks(of_two_settings, str(size), backend, config):
         for text, expected in zip(texts, said, strict=True):
             assert expected in text
 
