@@ -4,11 +4,16 @@ If a task of one rank fails, the others may wait in a collective call that this 
 any more. So each rank notes its calls. When a step fails, the ranks tell each other their notes,
 and a rank that has made fewer calls than another makes the missing ones, with zeros. Then nobody
 waits, and the process group is as before the step. Those that have waited raise.
+
+Two ranks may make the same calls for different modules, if these have one size. Results are wrong
+then, and nothing waits. So each rank also makes a checksum of its calls with the names of the
+modules, and the ranks compare these at the end of the step.
 """
 
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -66,6 +71,21 @@ class Collectives:
         self._lock = threading.Lock()
         self._noting = self._stopped = False
         self._calls: list[Call] = []
+        self._order, self._module = 0, ""
+
+    @property
+    def order(self) -> int:
+        """A checksum of the calls of the last step, each with the module that has made it."""
+        with self._lock:
+            return self._order
+
+    def enter(self, module: str) -> None:
+        """Notes which module makes the calls that follow.
+
+        Args:
+            module: its name, the same on all ranks.
+        """
+        self._module = module
 
     def make(self, kind: str, result: Tensor, argument: Tensor) -> None:
         """Makes a call, and waits for its end as `torch.distributed` does.
@@ -84,6 +104,7 @@ class Collectives:
             self._raise_if_stopped()
             if self._noting:
                 self._calls.append(Call(kind, *shapes, result.dtype, result.device.type))
+                self._order = zlib.crc32(f"{kind} {self._module};".encode(), self._order)
         _KINDS[kind](result, argument, group=self.group)
         self._raise_if_stopped()  # what has come may be zeros of a rank that has failed
 
@@ -96,7 +117,7 @@ class Collectives:
     def begin_step(self) -> None:
         """Begins to note the calls of a step."""
         with self._lock:
-            self._calls = []
+            self._calls, self._order, self._module = [], 0, ""
             self._noting, self._stopped = True, False
 
     def stop(self) -> list[Call]:

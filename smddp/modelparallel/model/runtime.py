@@ -493,7 +493,7 @@ class ModelRuntime:
                     other, failure = error, summary(error)
         try:
             redo, order_matters = self.executor.agree(failure, redo, self._order_mattered)
-        except SMPPeerError as error:
+        except (SMPPeerError, SMPUsageError) as error:
             other, failure, redo, order_matters = error, summary(error), False, None
         if order_matters is not None:
             before = self._order_matters.get(self._step_name, False)

@@ -139,7 +139,10 @@ class Ending:
         if self.end_sent:
             return
         assert self._model is not None
-        self.reports[self._rank] = report = self._model.report()
+        report = self._model.report()
+        if self._collectives is not None:
+            report = report._replace(order=self._collectives.order)
+        self.reports[self._rank] = report
         if self._rank > 0:
             self._send_end(report, [])
             return

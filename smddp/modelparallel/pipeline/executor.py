@@ -355,13 +355,16 @@ class Executor:
 
         Raises:
             SMPPeerError: the step has not failed here, but on another replica; or a rank is gone.
+            SMPUsageError: ranks have made the collective calls of tasks for different modules.
         """
         findings = self.modules.findings()
         if self.replicas is None or self.ending.left:
             self.modules.end_step(findings)
             return redo, order_matters
         elsewhere = self.ending.as_elsewhere(failure) if failure else None
-        own = Outcome(elsewhere, redo, order_matters, findings)
+        first = self.collectives.ranks[0] if self.collectives is not None else 0
+        orders = {rank: report.order for rank, report in self.ending.reports.items()}
+        own = Outcome(elsewhere, redo, order_matters, findings, (first, orders))
         try:
             outcomes = self.replicas.end(own)
         except SMPPeerError as error:
@@ -374,6 +377,8 @@ class Executor:
         if failures and not failure:
             raise failures[0].error()
         redo = any(outcome.redo for outcome in outcomes) and not failures
+        if not (failures or redo):
+            _compare_orders(outcomes)
         known = [outcome.order_matters for outcome in outcomes]
         unknown = not any(known) and (bool(failures) or None in known)
         return redo, None if unknown else any(known)
@@ -699,3 +704,20 @@ def _forget_values(task: Task) -> None:
 
 def _leaf(tensor: Any) -> Any:
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _compare_orders(outcomes: Sequence[Outcome]) -> None:
+    """Raises SMPUsageError, on all replicas, if some have called divided modules in another order.
+
+    Args:
+        outcomes: of a step that has succeeded on all of them.
+    """
+    orders: dict[int, dict[int, int]] = {}
+    for first, found in (outcome.collectives for outcome in outcomes):
+        if orders.setdefault(first, found) != found:
+            raise SMPUsageError(
+                "the ranks of a tensor-parallel group have called their divided modules in "
+                "different orders, so the results of this step are wrong. All ranks of "
+                f"the group of rank {first} have to call the same modules in the same order, "
+                "whatever their data are"
+            )

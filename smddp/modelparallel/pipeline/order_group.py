@@ -32,12 +32,15 @@ class Outcome(NamedTuple):
         redo: it has to be run again.
         order_matters: see `StepModel.accept_reports`; None if that is not known.
         findings: what the rank has found out about calls.
+        collectives: the first rank that makes collective calls with this one in tasks, and
+            `StepReport.order` by rank of the pipeline.
     """
 
     failure: Elsewhere | None
     redo: bool
     order_matters: bool | None
     findings: Findings
+    collectives: tuple[int, dict[int, int]]
 
 
 class OrderEvents(Protocol):

@@ -118,11 +118,13 @@ class StepReport(NamedTuple):
             microbatches matters.
         forms: the forms that other ranks do not know yet, by number of the module and name.
         updates_masters: gradients are to be copied to master weights when they are complete.
+        order: see `StepCollectives`; 0 without collective calls.
     """
 
     changed: bool
     forms: dict[tuple[int, str], Form | None]
     updates_masters: bool = False
+    order: int = 0
 
 
 class StepModel(Protocol):
@@ -190,9 +192,15 @@ class StepCollectives(Protocol):
 
     Attributes:
         ranks: those that make the calls, as ranks of the job.
+        order: a number that is the same on all of them if they have made the calls of the step for
+            the same modules, in the same order.
     """
 
     ranks: list[int]
+
+    @property
+    def order(self) -> int:
+        """See the class."""
 
     def begin_step(self) -> None:
         """Begins to note the calls of a step."""

@@ -73,6 +73,12 @@ class DistributedModule(nn.Module):
             exchange = Exchange.of_job()
         self.exchange = exchange
         self.divisions: dict[str, Division] = {}
+        self._smp_name = ""  # `alike_on_all` sets it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module, and notes that it makes the exchanges that follow."""
+        self.exchange.collectives.enter(self._smp_name)
+        return super().__call__(*args, **kwargs)
 
     def new_parameter(
         self,

@@ -112,6 +112,9 @@ def alike_on_all(make: Callable[[], nn.Module]) -> nn.Module:
 
     def described() -> dict[str, str]:
         made.append(make())
+        for name, module in made[0].named_modules():
+            if isinstance(module, DistributedModule):
+                module._smp_name = name
         return _description(made[0])
 
     what, group = "smp.DistributedModel", state.groups.of("tp")

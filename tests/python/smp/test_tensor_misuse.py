@@ -255,6 +255,61 @@ def test_settings_that_differ(backend: str, config: dict[str, Any]) -> None:
             assert expected in text
 
 
+class Twins(nn.Module):
+    """Two divided modules of one size, which are called in an order that can be chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.swapped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.other, self.one) if self.swapped else (self.one, self.other)
+        return second(first(x).relu())
+
+
+def of_two_orders(backend: str, config: dict[str, Any]) -> list[str]:
+    """Returns what is said if one rank calls two modules of one size in another order."""
+    if backend != "smddp":
+        dist.init_process_group(backend)
+    smp.init({"ddp": True, "tensor_parallel_degree": 2, "_match_weights": True, **config})
+    torch.manual_seed(3)
+    with smp.tensor_parallelism():
+        twins = Twins()
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, WIDTH), twins))
+    if config.get("partitions"):
+        smp.set_partition(twins, 1)
+    x, texts = torch.arange(8.0).view(2, WIDTH), {}
+    expected = train(model, x).reduce_mean()
+    before = [one.grad.clone() for one in model.local_parameters() if one.grad is not None]
+    twins.swapped = smp.tp_rank() == 1 and smp.rdp_rank() == 0
+    with refused(texts, "one rank"):
+        train(model, x)
+    after = [one.grad for one in model.local_parameters() if one.grad is not None]
+    assert all(map(torch.equal, after, before))
+    twins.swapped = False
+    assert torch.equal(train(model, x).reduce_mean(), expected)
+    twins.swapped = True
+    assert not torch.equal(train(model, x).reduce_mean(), expected)
+    return list(texts.values())
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "config"),
+    [
+        ("smddp", 2, {}),
+        ("gloo", 2, {"prescaled_batch": True}),
+        ("smddp", 4, {"partitions": 2, "microbatches": 2}),
+        ("smddp", 4, {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 100}),
+        ("smddp", 4, {}),
+    ],
+)
+def test_orders_that_differ(backend: str, ranks: int, config: dict[str, Any]) -> None:
+    texts = check_ranks(of_two_orders, str(ranks), backend, config)
+    assert sum("the group of rank 0 have to call the same modules" in one for (one,) in texts) >= 2
+    assert all(one for (one,) in texts)
+
+
 class Layers(nn.Module):
     """A divided module of several parts, which live on several ranks."""
 
