@@ -140,7 +140,8 @@ def _compiled() -> Kernels:
     if compiler is None:
         raise RuntimeError("there is no C++ compiler; CXX can name one")
     with _alone(target.parent):
-        if _identity(target) == first:  # else another process has made it meanwhile
+        # Else another process has made it meanwhile; or has removed it as an old one.
+        if _identity(target) in (first, None):
             _compile(compiler, target)
             _remove_old(target.parent)
     return _opened(target)

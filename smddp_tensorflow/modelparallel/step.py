@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -159,7 +160,6 @@ class _Traced(NamedTuple):
         present: of those that have one; empty unless it was traced for a graph.
         changed: see `changed_by_body`.
         used: see `used_by_code`.
-        local: handles of other variables that it has assigned to, by id; rank 0 has them.
     """
 
     divided: Any
@@ -169,7 +169,6 @@ class _Traced(NamedTuple):
     present: set[int]
     changed: list[Any]
     used: list[Any]
-    local: dict[int, Any]
 
 
 class _Body:
@@ -246,8 +245,6 @@ class _Body:
             )
         cfg, executor = job.cfg(), _shared_executor()
         error: BaseException | None = None
-        known = {handle_of(weight) for weight in traced.divided.weights}
-        known |= {id(handle) for handle in traced.changed} | traced.local.keys()
         try:
             try:
                 work = Work(
@@ -255,7 +252,7 @@ class _Body:
                     self._parts(args, kwargs, cfg.microbatches, _pieces),
                     traced.trains,
                     traced.changed,
-                    known,
+                    _known(traced),
                     cfg.active_microbatches if job.pp_size() > 1 else 1,
                     cfg.pipeline == "simple",
                 )
@@ -276,26 +273,34 @@ class _Body:
         Its trace, on all ranks, tells which these are.
         """
         error: BaseException | None = None
-        values: list[Any] = []
+        more, unseen, values = list[Any](), set[int](), list[Any]()
         try:
             again = self._planned(model_module.current(), args, kwargs, False)
-            before = {id(handle) for handle in traced.changed}
-            more = [handle for handle in again.changed if id(handle) not in before]
+            known = _known(traced)
+            more = [handle for handle in again.changed if id(handle) not in known]
+            unseen = outcome.assigned.keys() - known - {id(handle) for handle in more}
             if job.pp_rank() == 0:
                 values = [read(handle).numpy() for handle in more]
         except Exception as raised:
             error = raised
-        answers = job.exchange("pp", (None if error is None else summary(error), values))
-        failed = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(answers) if said]
+        said = None if error is None else summary(error)
+        forms = str([handle._handle_data for handle in more])  # shapes and types
+        answers = job.exchange("pp", (said, forms, bool(unseen), values))
+        failed = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(answers) if text]
         if failed:
             raise error or SMPPeerError(
                 f"the trace of step {self.function.__name__!r} has failed on {failed[0]}"
             )
+        if answers[0][2] or len({found for _, found, *_ in answers}) > 1:
+            raise SMPUsageError(
+                f"step {self.function.__name__!r} has changed a variable that it did not change "
+                "before, and that other ranks cannot find, because they do not run the function: "
+                "whether it changes a variable may depend on its arguments only"
+            )
         if job.pp_rank() > 0:
-            for handle, value in zip(more, answers[0][1], strict=True):
+            for handle, value in zip(more, answers[0][3], strict=True):
                 tf.raw_ops.AssignVariableOp(resource=handle, value=value)
         traced.changed.extend(more)
-        traced.local.update(outcome.assigned)
 
     def _end(self, error: BaseException | None) -> None:
         if job.dp_size() > 1:
@@ -395,17 +400,22 @@ class _Body:
         """Raises if there is a gradient that there was not when the step was traced for a graph.
 
         Raises:
-            SMPUsageError: there is one.
+            SMPUsageError: there is one, on any rank of the pipeline.
         """
-        for number in traced.divided.mine & (traced.asked - traced.present):
+        absent = traced.asked - traced.present  # the same on all ranks
+        if not absent:
+            return
+        found = []
+        for number in traced.divided.mine & absent:
             total = gradients[number].reduce_sum()
             if total is not None and np.any(total):
-                raise SMPUsageError(
-                    f"step {self.function.__name__!r}: variable "
-                    f"{traced.divided.trainable[number].name!r} has a gradient, and had none when "
-                    "tf.function traced the step: the function does something else now. Let it "
-                    "depend on its arguments only"
-                )
+                found.append(traced.divided.trainable[number].name)
+        for name in itertools.chain(*job.exchange("pp", found)):
+            raise SMPUsageError(
+                f"step {self.function.__name__!r}: variable {name!r} has a gradient, and had none "
+                "when tf.function traced the step: the function does something else now. Let it "
+                "depend on its arguments only"
+            )
 
     def _gradients(self, traced: _Traced, sums: list[dict[int, Any]]) -> dict[int, StepOutput]:
         """Returns the gradients of this rank's variables, averaged over replicas."""
@@ -447,7 +457,13 @@ def _traced(found: Trace, planned: Any) -> _Traced:
     outline = tf.nest.map_structure(outline_of, found.result)
     used = used_by_code(planned.model, found)
     changed = changed_by_body(planned.model, found, used)
-    return _Traced(planned, found.trains, outline, set(numbers), present, changed, used, {})
+    return _Traced(planned, found.trains, outline, set(numbers), present, changed, used)
+
+
+def _known(traced: _Traced) -> set[int]:
+    """Returns the ids of the handles of variables whose changes other ranks get, or make."""
+    of_model = {handle_of(weight) for weight in traced.divided.weights}
+    return of_model | {id(handle) for handle in traced.changed}
 
 
 def _own(value: Any, mine: set[int]) -> Any:
