@@ -34,6 +34,9 @@ def train(backend: str) -> nn.Module:
         optimizer.step()
     if backend == "smddp" and torch.__version__ < "2.14":
         split()
+    # Else DDP has the last reference to the group. It holds the GIL when it gives that back, and a
+    # thread of gloo may need it to end (torch 2.13).
+    del parallel
     dist.destroy_process_group()
     return copy.deepcopy(model)
 
