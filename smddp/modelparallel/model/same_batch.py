@@ -6,7 +6,8 @@ part of every layer, and they add up the parts. Otherwise results would be wrong
 a batch of two texts of eight tokens has the size of one of four texts of four.
 
 They also compare what decides which exchanges there are, and in which dtype: autocast, and which
-parameters and arguments need gradients.
+parameters and arguments need gradients; and which modules train: a rank that evaluates has no
+dropout.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def seed_of_batch(seed: int, batch: Callable[[], Iterable[_Argument]]) -> int:
 
     Raises:
         SMPUsageError: the batches of the ranks have different forms, or `prescaled_batch` is set,
-            and they are different; or autocast is, or other parameters are frozen.
+            and they are different; or autocast is, or other parameters are frozen, or other modules
+            train.
         SMPPeerError: the step has failed on another rank of the group.
     """
     size, exchange = state.topology.tp_size, state.groups.exchange
@@ -53,7 +55,9 @@ def seed_of_batch(seed: int, batch: Callable[[], Iterable[_Argument]]) -> int:
     prescaled, here = state.cfg.prescaled_batch, device.current()
     arguments = list(batch())
     forms = json.dumps([(name, _form(value, found)) for name, value, found in arguments]).encode()
-    flags = bytes(parameter.requires_grad for parameter in state.current_model().parameters())
+    model = state.current_model()
+    flags = bytes(parameter.requires_grad for parameter in model.parameters())
+    flags += bytes(module.training for module in model.modules())
     settings = zlib.crc32(flags, zlib.crc32(repr(ambient().autocast).encode()))
     own = torch.tensor([seed, zlib.crc32(forms), len(forms), 0, settings], device=here)
     if prescaled:
@@ -91,13 +95,12 @@ def _other_setting(exchange: Collectives, here: torch.device) -> str:
     autocast = ", ".join(
         f"{str(dtype).removeprefix('torch.')} on {kind}" for kind, dtype in ambient().autocast
     )
-    own = {
-        "torch.autocast": autocast or "off",
-        **{
-            f"{name}.requires_grad": repr(parameter.requires_grad)
-            for name, parameter in state.current_model().get_module().named_parameters()
-        },
-    }
+    module = state.current_model().get_module()
+    own = {"torch.autocast": autocast or "off"}
+    for name, parameter in module.named_parameters():
+        own[f"{name}.requires_grad"] = repr(parameter.requires_grad)
+    for name, part in module.named_modules():
+        own[f"{name}.training".removeprefix(".")] = repr(part.training)
     text = json.dumps(own).encode()
     lengths = torch.tensor([len(text)], device=here)
     exchange.make("maximum", lengths, lengths)

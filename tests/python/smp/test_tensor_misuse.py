@@ -231,6 +231,10 @@ def of_two_settings(backend: str, config: dict[str, Any]) -> list[str]:
         with refused(texts, name):
             train(model, x)
         parameter.requires_grad_(True)
+    module[1].train(not other)
+    with refused(texts, "mode"):
+        train(model, x)
+    module[1].train()
     assert torch.equal(train(model, x).reduce_mean(), expected)
     for parameter in module[0].parameters():  # on all ranks
         parameter.requires_grad_(False)
@@ -248,6 +252,7 @@ def test_settings_that_differ(backend: str, config: dict[str, Any]) -> None:
     said = [
         "'torch.autocast' is off on rank 0 of the job, and bfloat16 on cpu on rank 1",
         *(f"'{name}.requires_grad' is True on rank 0 of the job, and False on" for name in names),
+        "'1.training' is True on rank 0 of the job, and False on rank 1",
     ]
     size = 2 * config.get("partitions", 1)
     for texts in check_ranks(of_two_settings, str(size), backend, config):
