@@ -223,7 +223,10 @@ def _providers_of_cards() -> set[str]:
 
 def _huge_pages() -> Finding:
     pools = sorted((_SYS / "kernel/mm/hugepages").glob("hugepages-*kB/nr_hugepages"))
-    counts = {int(pool.parent.name[10:-2]) >> 10: int(pool.read_text()) for pool in pools}
+    counts = {
+        int(pool.parent.name.removeprefix("hugepages-")[:-2]) >> 10: int(pool.read_text())
+        for pool in pools
+    }
     reserved = ", ".join(f"{count} of {size} MiB" for size, count in counts.items() if count)
     if "efa" in _providers_of_cards() and not reserved:
         return Finding(

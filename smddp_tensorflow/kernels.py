@@ -140,7 +140,7 @@ def _compiled() -> Kernels:
     if compiler is None:
         raise RuntimeError("there is no C++ compiler; CXX can name one")
     with _alone(target.parent):
-        # Else another process has made it meanwhile; or has removed it as an old one.
+        # As before, or removed as an old one; else another process has made it meanwhile.
         if _identity(target) in (first, None):
             _compile(compiler, target)
             _remove_old(target.parent)

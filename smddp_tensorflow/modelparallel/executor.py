@@ -45,6 +45,7 @@ class Divided(Protocol):
         numbers: of the layers, by id.
         variables: numbers of the trainable variables, by the id of the variable of TensorFlow.
         mine: numbers of those that this rank owns.
+        handles: ids of the handles of all variables.
     """
 
     layers: list[Any]
@@ -53,6 +54,7 @@ class Divided(Protocol):
     numbers: dict[int, int]
     variables: dict[int, int]
     mine: set[int]
+    handles: set[int]
 
     def numbers_of(self, variables: Sequence[Any]) -> list[int]:
         """Returns the numbers of trainable variables; raises SMPUsageError."""
@@ -67,8 +69,6 @@ class Work:
         parts: (positional, named) arguments of each microbatch.
         trains: it asks for gradients.
         changed: handles of variables, not of the model, that the function may assign to.
-        known: ids of the handles of variables that it may assign to, and of others of which no
-            other rank needs to know.
         microbatches, active, simple: see `Progress`.
     """
 
@@ -78,13 +78,12 @@ class Work:
         parts: Sequence[tuple[list[Any], dict[str, Any]]],
         trains: bool,
         changed: Sequence[Any],
-        known: set[int],
         active: int,
         simple: bool,
     ) -> None:
         self.name = function.__name__
         self.function, self.parts, self.trains = function, parts, trains
-        self.changed, self.known = changed, known
+        self.changed = changed
         self.microbatches, self.active, self.simple = len(parts), active, simple
 
 
@@ -95,7 +94,7 @@ class Outcome(NamedTuple):
         returned: what the function has returned, by microbatch.
         sums: by microbatch, the gradients of variables of this rank, by their numbers.
         assigned: on rank 0, the handles of the variables that the function has assigned to.
-        unknown: is one of them not in `Work.known`?
+        unknown: is one of them neither in `Work.changed` nor of the model?
     """
 
     returned: list[Any]
@@ -296,7 +295,8 @@ class Executor:
 
     def _body(self, frame: _Frame) -> None:
         """The task of one microbatch."""
-        work, progress = self._work, self._progress
+        model, work, progress = self._model, self._work, self._progress
+        assert model is not None
         assert work is not None
         assert progress is not None
         args, kwargs = work.parts[frame.microbatch]
@@ -309,7 +309,8 @@ class Executor:
         self._returned[frame.microbatch] = result
         if progress.end(frame.microbatch):
             changed = [read(handle) for handle in work.changed]
-            self._unknown = not work.known.issuperset(self._assigned)
+            others = self._assigned.keys() - model.handles
+            self._unknown = not others.issubset(map(id, work.changed))
             packed, tensors = pack((self._returned, changed, self._unknown))
             for peer in self._channel.peers:
                 self._send(peer, Kind.END, packed, tensors)

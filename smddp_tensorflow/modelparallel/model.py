@@ -18,7 +18,7 @@ from smddp_tensorflow.modelparallel.division import (
     decide,
     report,
 )
-from smddp_tensorflow.modelparallel.trace import Trace
+from smddp_tensorflow.modelparallel.trace import Trace, handle_of
 from smddp_tensorflow.modelparallel.values import as_tensor
 
 __all__ = [
@@ -64,6 +64,7 @@ class _Divided:
                 self.owner_of.setdefault(id(as_tensor(weight)), 0 if owner is None else owner)
         root = model.layers[0]
         self.weights = list(root.weights)
+        self.handles = {handle_of(weight) for weight in self.weights}
         self.trainable = list(root.trainable_variables)
         self.variables = {id(as_tensor(one)): i for i, one in enumerate(self.trainable)}
         self.mine = {number for key, number in self.variables.items() if self.owner_of[key] == rank}

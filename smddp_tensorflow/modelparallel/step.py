@@ -22,7 +22,7 @@ from smddp_tensorflow.modelparallel import model as model_module
 from smddp_tensorflow.modelparallel.division import changed_by_body, used_by_code
 from smddp_tensorflow.modelparallel.executor import Executor, Outcome, Work, read
 from smddp_tensorflow.modelparallel.gradients import Gradient
-from smddp_tensorflow.modelparallel.trace import Trace, handle_of, trace
+from smddp_tensorflow.modelparallel.trace import Trace, trace
 from smddp_tensorflow.modelparallel.values import Tensors, as_tensor
 
 __all__ = ["StepOutput", "step"]
@@ -252,7 +252,6 @@ class _Body:
                     self._parts(args, kwargs, cfg.microbatches, _pieces),
                     traced.trains,
                     traced.changed,
-                    _known(traced),
                     cfg.active_microbatches if job.pp_size() > 1 else 1,
                     cfg.pipeline == "simple",
                 )
@@ -276,7 +275,7 @@ class _Body:
         more, unseen, values = list[Any](), set[int](), list[Any]()
         try:
             again = self._planned(model_module.current(), args, kwargs, False)
-            known = _known(traced)
+            known = traced.divided.handles | set(map(id, traced.changed))
             more = [handle for handle in again.changed if id(handle) not in known]
             unseen = outcome.assigned.keys() - known - {id(handle) for handle in more}
             if job.pp_rank() == 0:
@@ -458,12 +457,6 @@ def _traced(found: Trace, planned: Any) -> _Traced:
     used = used_by_code(planned.model, found)
     changed = changed_by_body(planned.model, found, used)
     return _Traced(planned, found.trains, outline, set(numbers), present, changed, used)
-
-
-def _known(traced: _Traced) -> set[int]:
-    """Returns the ids of the handles of variables whose changes other ranks get, or make."""
-    of_model = {handle_of(weight) for weight in traced.divided.weights}
-    return of_model | {id(handle) for handle in traced.changed}
 
 
 def _own(value: Any, mine: set[int]) -> Any:

@@ -18,7 +18,7 @@ from smddp_tensorflow.modelparallel import layers
 from smddp_tensorflow.modelparallel.gradients import Gradient
 from smddp_tensorflow.modelparallel.values import Tensors, as_tensor, results
 
-__all__ = ["Trace", "code_of_the_script", "trace"]
+__all__ = ["Trace", "code_of_the_script", "handle_of", "trace"]
 
 
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")

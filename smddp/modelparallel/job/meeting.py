@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -20,7 +20,14 @@ from smddp._spans import spans
 from smddp_smp.errors import SMPPeerError
 from smddp_smp.failure import summary
 
-__all__ = ["done_on_all", "gathered", "gathered_over", "together"]
+__all__ = [
+    "Difference",
+    "done_on_all",
+    "first_difference",
+    "gathered",
+    "gathered_over",
+    "together",
+]
 
 log = logging.getLogger("smddp.modelparallel")
 
@@ -119,6 +126,44 @@ def done_on_all(what: str, work: Callable[[], Any], group: dist.ProcessGroup) ->
             of_job = dist.get_global_rank(group, rank)
             raise SMPPeerError(f"{what} has failed on rank {of_job} of the job: {why}")
     return [found for _, found in everybody]
+
+
+class Difference(NamedTuple):
+    """An entry that is not the same on two ranks.
+
+    Attributes:
+        name: of the entry.
+        first, other: its values on the first rank, and on `rank`.
+        rank: of the job.
+    """
+
+    name: str
+    first: str
+    other: str
+    rank: int
+
+
+def first_difference(
+    of_ranks: Sequence[Mapping[str, str]],
+    ranks: Sequence[int],
+    missing: str = "missing",
+    key: Callable[[str], Any] = lambda _: 0,
+) -> Difference | None:
+    """Returns where a rank differs from the first one; None if none does.
+
+    Args:
+        of_ranks: what each rank has.
+        ranks: their numbers in the job.
+        missing: the value of an entry that a rank does not have.
+        key: sorts the names of entries.
+    """
+    first, *others = of_ranks
+    for rank, other in zip(ranks[1:], others, strict=True):
+        for name in sorted({**first, **other}, key=key):
+            values = first.get(name, missing), other.get(name, missing)
+            if values[0] != values[1]:
+                return Difference(name, *values, rank)
+    return None
 
 
 def _listed(ranks: list[int]) -> str:

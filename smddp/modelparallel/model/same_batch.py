@@ -23,6 +23,7 @@ from torch import Tensor
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.structure import Structure, constants
 from smddp.modelparallel.job.collectives import Collectives
+from smddp.modelparallel.job.meeting import first_difference
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.pipeline.protocol import ambient
 from smddp_smp.errors import SMPUsageError
@@ -104,16 +105,13 @@ def _other_setting(exchange: Collectives, here: torch.device) -> str:
     text = json.dumps(own).encode()
     lengths = torch.tensor([len(text)], device=here)
     exchange.make("maximum", lengths, lengths)
-    first, *others = _texts(exchange, text, int(lengths), here)
-    for rank, other in zip(exchange.ranks[1:], others, strict=True):
-        for name in {**first, **other}:
-            there, of_other = (found.get(name, "missing") for found in (first, other))
-            if there != of_other:
-                return (
-                    f"{name!r} is {there} on rank {exchange.ranks[0]} of the job, and {of_other} "
-                    f"on rank {rank}"
-                )
-    return "their parameters have different names"
+    found = first_difference(_texts(exchange, text, int(lengths), here), exchange.ranks)
+    if found is None:
+        return "their parameters have different names"
+    return (
+        f"{found.name!r} is {found.first} on rank {exchange.ranks[0]} of the job, and "
+        f"{found.other} on rank {found.rank}"
+    )
 
 
 def _texts(exchange: Collectives, text: bytes, length: int, here: torch.device) -> list[Any]:
@@ -126,15 +124,13 @@ def _texts(exchange: Collectives, text: bytes, length: int, here: torch.device) 
 
 def _difference(of_ranks: list[list[tuple[str, str]]], ranks: list[int]) -> str:
     """Names an argument whose form is not the same on all ranks."""
-    first, *others = (dict(forms) for forms in of_ranks)
-    for rank, other in zip(ranks[1:], others, strict=True):
-        for name in {**first, **other}:
-            there, here = (forms.get(name, "missing") for forms in (first, other))
-            if there != here:
-                return (
-                    f". Argument {name!r} is {there} on rank {ranks[0]}, and {here} on rank {rank}"
-                )
-    return ". They have them in another order"
+    found = first_difference([dict(forms) for forms in of_ranks], ranks)
+    if found is None:
+        return ". They have them in another order"
+    return (
+        f". Argument {found.name!r} is {found.first} on rank {ranks[0]}, and {found.other} on "
+        f"rank {found.rank}"
+    )
 
 
 def _form(structure: Structure, tensors: list[Tensor]) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from smddp.modelparallel.common.creation import PARTITION
 from smddp.modelparallel.delayed.context import delay_param_initialization
 from smddp.modelparallel.delayed.life import is_delayed
-from smddp.modelparallel.job.meeting import done_on_all, together
+from smddp.modelparallel.job.meeting import done_on_all, first_difference, together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.tensor.marks import mark_of
 from smddp.modelparallel.tensor.module import DistributedModule, load_whole
@@ -120,16 +120,14 @@ def alike_on_all(make: Callable[[], nn.Module]) -> nn.Module:
     what, group = "smp.DistributedModel", state.groups.of("tp")
     with together(what, group):
         of_ranks = done_on_all(what, described, group)
-    first, *ranks = state.topology.members("tp")
-    for rank, other in zip(ranks, of_ranks[1:], strict=True):
-        # At last whether parameters need gradients: where modules differ, so do these names.
-        for name in sorted({**of_ranks[0], **other}, key=lambda name: name.endswith(_NEEDS)):
-            there, here = (found.get(name, "not divided") for found in (of_ranks[0], other))
-            if there != here:
-                raise SMPUsageError(
-                    f"all ranks have to divide the same modules in the same way: {name!r} is "
-                    f"{there} on rank {first} of the job, and {here} on rank {rank}"
-                )
+    ranks = state.topology.members("tp")
+    # At last whether parameters need gradients: where modules differ, so do these names.
+    found = first_difference(of_ranks, ranks, "not divided", lambda name: name.endswith(_NEEDS))
+    if found is not None:
+        raise SMPUsageError(
+            f"all ranks have to divide the same modules in the same way: {found.name!r} is "
+            f"{found.first} on rank {ranks[0]} of the job, and {found.other} on rank {found.rank}"
+        )
     return made[0]
 
 
