@@ -347,7 +347,8 @@ void Rendezvous::tell(const Error& error) noexcept {
 
 void Rendezvous::checkNotes() { readNote(key(kTrouble, epoch_)); }
 
-// The store may have failed because the process that serves it, a member, has died. That is known a little later.
+// If a rank has died, that explains the error: the rank served the store that fails, or another rank has left because
+// of it. But the death may become known a little later than what follows from it.
 void Rendezvous::raiseDeathOr(const Error& error) {
   const Deadline deadline = Deadline::after(clock_, kDeathIsKnown);
   while (watch_ && !deadline.passed(clock_)) {
@@ -374,7 +375,8 @@ void Rendezvous::raiseLoss(const char* what, const std::string& awaited) {
     // A rank that has left may have left because of another one.
     if (!loss.died) readNote(key(what == kNext ? kAfter : kTrouble, epoch_));
     isCauseKnown_ = true;
-    throw loss.error;
+    if (loss.died) throw loss.error;
+    raiseDeathOr(loss.error);
   }
 }
 

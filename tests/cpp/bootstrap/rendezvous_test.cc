@@ -436,6 +436,25 @@ TEST(Rendezvous, ARankThatLeftBecauseOfAnotherIsNotBlamed) {
   EXPECT_EQ(errors.front(), "rank 2 died");
 }
 
+// Rank 0 dies before it has opened the meeting, and rank 2 leaves because of that. Rank 1 sees the one shortly before it
+// knows of the other.
+TEST(Rendezvous, ADeathThatBecomesKnownAfterALeaveIsBlamed) {
+  LocalStore store;
+  const Rendezvous::Loss death{0, Error(ErrorKind::PeerLost, "rank 0 died"), true};
+  const Rendezvous::Loss leave{2, Error(ErrorKind::PeerLost, "rank 2 left"), false};
+  for (const bool dies : {true, false}) {
+    const auto errors = runRanks({1}, [&](Rank) {
+      int looks = 0;
+      const auto watch = [&]() -> std::vector<Rendezvous::Loss> {
+        if (++looks > 10 && dies) return {death, leave};
+        return {leave};
+      };
+      Rendezvous(store, "g", 1, 3, kPlenty, Seal(), watch).exchange(introduce(1, "life"));
+    });
+    EXPECT_EQ(errors.front(), dies ? "rank 0 died" : "rank 2 left");
+  }
+}
+
 TEST(Rendezvous, ARankThatCannotBeginTellsThoseWhoComeLater) {
   for (const Rank troubled : {0, 1, 7}) {
     LocalStore store;
