@@ -218,7 +218,7 @@ class Baton:
         assert task is not None
         assert task.worker is not None
         if self.order is not None and task.number is not None and not self._aborted:
-            self.order.slice_ends()
+            self.order.slice_ends(True)
         with self._lock:
             if self._aborted:
                 raise Aborted
@@ -442,7 +442,7 @@ class Baton:
                     with self.watch():
                         task.function()
                 if self.order is not None and task.number is not None and not self._aborted:
-                    self.order.slice_ends()
+                    self.order.slice_ends(False)
             except BaseException as error:
                 if not isinstance(error, Aborted):
                     self._failed(task, error)

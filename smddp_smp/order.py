@@ -116,10 +116,13 @@ class TaskOrder(Protocol):
             run one after the other. Each rank runs them without the others, because a replica may
             wait in its body until all replicas have called the model, or have ended the step.
         observer: is told which slices run; None for nobody.
+        note: is told of the end of each slice, once the model is divided, and whether its task
+            waits; None for nobody.
     """
 
     alone: bool
     observer: SliceObserver | None
+    note: Callable[[bool], None] | None
 
     def begin(self) -> None:
         """Begins a step."""
@@ -145,8 +148,12 @@ class TaskOrder(Protocol):
     def ended(self, number: int) -> None:
         """Notes that a task has ended, which has a number."""
 
-    def slice_ends(self) -> None:
-        """Notes that a task with a name waits or ends; its thread calls this without the lock."""
+    def slice_ends(self, waits: bool) -> None:
+        """Notes that a task with a name waits or ends; its thread calls this without the lock.
+
+        Args:
+            waits: does it wait?
+        """
 
     def abort(self) -> list[Any]:
         """Forgets what it keeps, because the step has failed; returns the tasks that had begun."""
@@ -161,9 +168,12 @@ class _Observed:
     def __init__(self) -> None:
         self.alone = False
         self.observer: SliceObserver | None = None
+        self.note: Callable[[bool], None] | None = None
 
-    def slice_ends(self) -> None:
-        """Tells the observer."""
+    def slice_ends(self, waits: bool) -> None:
+        """Tells the observer, and whoever keeps the history."""
+        if not self.alone and self.note is not None:
+            self.note(waits)
         if self.observer is not None:
             self.observer.ended()
 

@@ -300,6 +300,13 @@ class DataParallel:
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters())
 
+    def expect_gradients(self) -> None:
+        """Lets a step without gradients end as one that has them, because it does on other ranks.
+
+        They reduce gradients at its end, and so tell each other that it has failed.
+        """
+        self._with_gradients = True
+
     def final(self, parameter: nn.Parameter) -> None:
         """Notes that a parameter's sum is final; begins to reduce the buckets that are complete."""
         if not (self.overlap and self._reduces() and parameter in self._bucket_of):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,9 @@ from torch import Tensor
 from smddp_smp.errors import SMPPeerError
 
 __all__ = ["Call", "Collectives"]
+
+# How many modules an error names.
+_TRAIL = 5
 
 
 class Call(NamedTuple):
@@ -62,6 +66,7 @@ class Collectives:
     Attributes:
         group: in which nothing else is sent.
         ranks: its members, as ranks of the job.
+        trail: the modules that were entered last.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -71,13 +76,22 @@ class Collectives:
         self._lock = threading.Lock()
         self._noting = self._stopped = False
         self._calls: list[Call] = []
-        self._order, self._module = 0, ""
+        self._orders = [0]  # `order_after`, by number of calls
+        self._module = ""
+        self.trail: deque[str] = deque(maxlen=_TRAIL)
 
     @property
-    def order(self) -> int:
-        """A checksum of the calls of the last step, each with the module that has made it."""
-        with self._lock:
-            return self._order
+    def begun(self) -> int:
+        """How many calls have begun in the step."""
+        return len(self._orders) - 1
+
+    def order_after(self, count: int) -> int:
+        """Returns a checksum of calls of the step, each with the module that has made it.
+
+        Args:
+            count: of so many calls, from the first one on.
+        """
+        return self._orders[count]
 
     def enter(self, module: str) -> None:
         """Notes which module makes the calls that follow.
@@ -86,6 +100,7 @@ class Collectives:
             module: its name, the same on all ranks.
         """
         self._module = module
+        self.trail.append(module)
 
     def make(self, kind: str, result: Tensor, argument: Tensor) -> None:
         """Makes a call, and waits for its end as `torch.distributed` does.
@@ -104,7 +119,8 @@ class Collectives:
             self._raise_if_stopped()
             if self._noting:
                 self._calls.append(Call(kind, *shapes, result.dtype, result.device.type))
-                self._order = zlib.crc32(f"{kind} {self._module};".encode(), self._order)
+                text = f"{kind} {self._module};".encode()
+                self._orders.append(zlib.crc32(text, self._orders[-1]))
         _KINDS[kind](result, argument, group=self.group)
         self._raise_if_stopped()  # what has come may be zeros of a rank that has failed
 
@@ -117,7 +133,8 @@ class Collectives:
     def begin_step(self) -> None:
         """Begins to note the calls of a step."""
         with self._lock:
-            self._calls, self._order, self._module = [], 0, ""
+            self._calls, self._orders, self._module = [], [0], ""
+            self.trail.clear()
             self._noting, self._stopped = True, False
 
     def stop(self) -> list[Call]:
@@ -141,16 +158,18 @@ class Collectives:
             What to wait for, with the memory that is used until then.
         """
         longest = max(others, key=len, default=())
-        works = []
-        for one in longest[len(self._calls) :]:
-            call = Call(*one)
-            result, argument = (
-                torch.zeros(shape, dtype=call.dtype, device=call.device)
-                for shape in (call.result, call.argument)
-            )
-            work = _KINDS[call.kind](result, argument, group=self.group, async_op=True)
-            works.append((work, result, argument))
-        return works
+        with self._lock:
+            missing = [Call(*one) for one in longest[len(self._calls) :]]
+            self._calls += missing
+            return [self._begin(call) for call in missing]
+
+    def _begin(self, call: Call) -> Any:
+        result, argument = (
+            torch.zeros(shape, dtype=call.dtype, device=call.device)
+            for shape in (call.result, call.argument)
+        )
+        work = _KINDS[call.kind](result, argument, group=self.group, async_op=True)
+        return work, result, argument
 
     def end_step(self) -> None:
         """Ends the notes: what follows is outside any step."""

@@ -27,6 +27,7 @@ from smddp.modelparallel.delayed.life import is_delayed
 from smddp.modelparallel.job.groups import timeout_of
 from smddp.modelparallel.job.state import State
 from smddp.modelparallel.model.activation_checkpoints import ActivationCheckpoints
+from smddp.modelparallel.model.same_batch import compare_settings
 from smddp.modelparallel.model.state_dict import ModelState
 from smddp.modelparallel.optimizer.half import half_precision
 from smddp.modelparallel.optimizer.stand_ins import StandIns
@@ -535,6 +536,10 @@ class ModelRuntime:
         changed = None if flags == self._training_flags else flags
         self._training_flags = flags
         return StepBegin(self.steps, name, changed, names, self.checkpoints.digest)
+
+    def compare(self) -> None:
+        """Compares settings in the tensor-parallel group; see `StepModel`."""
+        compare_settings()
 
     def accept_begin(self, begin: StepBegin) -> None:
         """Applies what rank 0 of the pipeline says at the beginning of a step.

@@ -5,9 +5,9 @@ Their divided modules exchange activations. So the batches have to be of one for
 part of every layer, and they add up the parts. Otherwise results would be wrong without an error:
 a batch of two texts of eight tokens has the size of one of four texts of four.
 
-They also compare what decides which exchanges there are, and in which dtype: autocast, and which
-parameters and arguments need gradients; and which modules train: a rank that evaluates has no
-dropout.
+They also compare what decides which exchanges there are, and in which dtype: autocast, whether
+gradients are on, and which parameters and arguments need them; and which modules train: a rank that
+evaluates has no dropout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from smddp.modelparallel.job.state import state
 from smddp.modelparallel.pipeline.protocol import ambient
 from smddp_smp.errors import SMPUsageError
 
-__all__ = ["seed_of_batch"]
+__all__ = ["compare_settings", "seed_of_batch"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 # Sums of tensors are made of so many elements at a time.
@@ -56,21 +56,14 @@ def seed_of_batch(seed: int, batch: Callable[[], Iterable[_Argument]]) -> int:
     prescaled, here = state.cfg.prescaled_batch, device.current()
     arguments = list(batch())
     forms = json.dumps([(name, _form(value, found)) for name, value, found in arguments]).encode()
-    model = state.current_model()
-    flags = bytes(parameter.requires_grad for parameter in model.parameters())
-    flags += bytes(module.training for module in model.modules())
-    settings = zlib.crc32(flags, zlib.crc32(repr(ambient().autocast).encode()))
-    own = torch.tensor([seed, zlib.crc32(forms), len(forms), 0, settings], device=here)
+    own = torch.tensor([seed, zlib.crc32(forms), len(forms), 0, _settings()], device=here)
     if prescaled:
         own[3] = _digest((tensor for *_, tensors in arguments for tensor in tensors), here)
     everybody = own.new_empty(size, len(own))
     exchange.make("all_gather", everybody.view(-1), own)
     seeds, _, lengths, *_ = columns = everybody.T.tolist()
     if len(set(columns[4])) > 1:
-        raise SMPUsageError(
-            "all ranks of a tensor-parallel group need the same settings, because they exchange "
-            f"activations and gradients: {_other_setting(exchange, here)}"
-        )
+        raise _other_settings(exchange, here)
     why = ""
     if len(set(columns[1])) > 1:
         why = _difference(_texts(exchange, forms, max(lengths), here), exchange.ranks)
@@ -91,13 +84,37 @@ def seed_of_batch(seed: int, batch: Callable[[], Iterable[_Argument]]) -> int:
     return seed
 
 
-def _other_setting(exchange: Collectives, here: torch.device) -> str:
-    """Names a setting that is not the same on all ranks of the group."""
+def compare_settings() -> None:
+    """Compares what `seed_of_batch` compares without a batch, on ranks that have none.
+
+    Raises:
+        SMPUsageError, SMPPeerError: see `seed_of_batch`.
+    """
+    size, exchange = state.topology.tp_size, state.groups.exchange
+    if size == 1:
+        return
+    own = torch.tensor([_settings()], device=device.current())
+    everybody = own.new_empty(size)
+    exchange.make("all_gather", everybody, own)
+    if len(set(everybody.tolist())) > 1:
+        raise _other_settings(exchange, own.device)
+
+
+def _settings() -> int:
+    """Returns a checksum of the settings."""
+    model, around = state.current_model(), ambient()
+    flags = bytes(parameter.requires_grad for parameter in model.parameters())
+    flags += bytes(module.training for module in model.modules())
+    return zlib.crc32(flags, zlib.crc32(repr((around.grad, around.autocast)).encode()))
+
+
+def _other_settings(exchange: Collectives, here: torch.device) -> SMPUsageError:
+    """Returns an error that names a setting that is not the same on all ranks of the group."""
     autocast = ", ".join(
         f"{str(dtype).removeprefix('torch.')} on {kind}" for kind, dtype in ambient().autocast
     )
     module = state.current_model().get_module()
-    own = {"torch.autocast": autocast or "off"}
+    own = {"torch.autocast": autocast or "off", "torch.is_grad_enabled()": str(ambient().grad)}
     for name, parameter in module.named_parameters():
         own[f"{name}.requires_grad"] = repr(parameter.requires_grad)
     for name, part in module.named_modules():
@@ -105,12 +122,19 @@ def _other_setting(exchange: Collectives, here: torch.device) -> str:
     text = json.dumps(own).encode()
     lengths = torch.tensor([len(text)], device=here)
     exchange.make("maximum", lengths, lengths)
-    found = first_difference(_texts(exchange, text, int(lengths), here), exchange.ranks)
-    if found is None:
-        return "their parameters have different names"
-    return (
-        f"{found.name!r} is {found.first} on rank {exchange.ranks[0]} of the job, and "
-        f"{found.other} on rank {found.rank}"
+    of_ranks = _texts(exchange, text, int(lengths), here)
+    if any(one["torch.is_grad_enabled()"] == "True" for one in of_ranks):
+        state.current_model().runtime.data_parallel.expect_gradients()
+    found = first_difference(of_ranks, exchange.ranks)
+    what = "their parameters have different names"
+    if found is not None:
+        what = (
+            f"{found.name!r} is {found.first} on rank {exchange.ranks[0]} of the job, and "
+            f"{found.other} on rank {found.rank}"
+        )
+    return SMPUsageError(
+        "all ranks of a tensor-parallel group need the same settings, because they exchange "
+        f"activations and gradients: {what}"
     )
 
 

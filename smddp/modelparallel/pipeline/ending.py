@@ -141,7 +141,7 @@ class Ending:
         assert self._model is not None
         report = self._model.report()
         if self._collectives is not None:
-            report = report._replace(order=self._collectives.order)
+            report = report._replace(order=self._collectives.order_after(self._collectives.begun))
         self.reports[self._rank] = report
         if self._rank > 0:
             self._send_end(report, [])
@@ -202,6 +202,20 @@ class Ending:
         self._note(microbatch, as_smp_error(error))
         if isinstance(error, dist.DistError):  # the next step could not use the process group
             self.leave(error)
+
+    def fail_on_all(self, error: Exception) -> None:
+        """Ends the step, also on other replicas if it has succeeded on this rank.
+
+        Args:
+            error: why.
+        """
+        with self.lock:
+            if not self.end_sent:
+                self.fail(-1, error)
+            elif not self.failures:
+                failure = describe(-1, self._rank, error)
+                here = self._job_ranks[self._rank]
+                self._abort_tasks(Elsewhere(here, failure.text.partition("\n")[0], failure.redo))
 
     def _note(self, microbatch: int, error: BaseException) -> None:
         """Notes the first error of this rank in a step, and tells the others."""

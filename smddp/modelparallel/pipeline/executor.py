@@ -23,6 +23,7 @@ from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.channel import Arrival, Channel, Ended
 from smddp.modelparallel.pipeline.ending import SILENT, Ending
 from smddp.modelparallel.pipeline.frame import Frame
+from smddp.modelparallel.pipeline.history import History, Point
 from smddp.modelparallel.pipeline.modules import Findings, Modules
 from smddp.modelparallel.pipeline.order_group import OrderGroup, Outcome
 from smddp.modelparallel.pipeline.protocol import Kind, Message
@@ -48,6 +49,7 @@ __all__ = ["Executor"]
 # Seconds that a rank waits for the others' END once it has no task left. A rank that computes
 # answers when its task waits or ends.
 _END_TIMEOUT = 120.0
+_ONLY_SOME_WAIT = "only some replicas wait for the result of a call"
 
 
 class Executor:
@@ -102,11 +104,13 @@ class Executor:
         # With one partition the microbatches run one after the other in any case.
         order: TaskOrder | None = None
         self._waits: Waits | None = None
+        self._history = History(collectives, lambda: self.modules.names)
         if replicas is not None and size > 1:
             self._waits = Waits(replicas.tell_of_wait, self._calls_differ)
             order = Leader(replicas.announce)
             if not replicas.leads:
                 order = Follower(self._diverged, lambda: self.ending.order_over.set())
+            order.note = self._history.slice_ended
         self.baton = Baton(
             self._task_failed,
             self,
@@ -136,6 +140,9 @@ class Executor:
         # (peer, message): what has come before this rank can use it.
         self._held: list[tuple[int, Message]] = []
         self._begun = False  # may messages of this step be acted upon?
+        # Does this rank wait in `agree`, and which calls has it begun for ranks that have failed?
+        self._agreeing = False
+        self._late: list[Any] = []
         self._decision: Any = None  # the one that has come, and is not applied here yet
         self._steps = 0  # how many this rank has begun, including failed ones
         self._name = ""  # of the step function
@@ -155,7 +162,9 @@ class Executor:
     def adopt(self, modules: Modules) -> None:
         """Serves a model from now on; all ranks do so at the same point of the script."""
         self.divided = self.size == 1
-        modules.waits = self._waits
+        modules.waits, modules.called = self._waits, self._history.called
+        if self.collectives is not None:
+            modules.entered = self.collectives.enter
         self.caller.forget()
         self.server.adopt(modules)
 
@@ -231,6 +240,7 @@ class Executor:
             self.channel.open()
         if self.collectives is not None:
             self.collectives.begin_step()
+        self._history.begin_step()
         if self.replicas is not None:
             self.replicas.begin(self)
         try:
@@ -267,8 +277,6 @@ class Executor:
                 self.baton.wait_until_idle()
                 self._apply_late_decision()
                 self._end_step()
-                if self.collectives is not None:
-                    self.collectives.end_step()
                 if self.divided:
                     failures = self.ending.failures
                     order_matters = any(failure.order_matters for failure in failures)
@@ -278,6 +286,7 @@ class Executor:
     def _take_part(self, name: str, model: StepModel, driver: StepDriver | None) -> None:
         """Does this rank's part in a step, until it has sent END; arguments are those of `run`."""
         if driver is None:
+            model.compare()
             self.baton.wake()
             self.wait_for_finish()
         else:
@@ -357,6 +366,14 @@ class Executor:
             SMPPeerError: the step has not failed here, but on another replica; or a rank is gone.
             SMPUsageError: ranks have made the collective calls of tasks for different modules.
         """
+        try:
+            return self._agree(failure, redo, order_matters)
+        finally:
+            self._agreeing, self._late = False, []
+            if self.collectives is not None:
+                self.collectives.end_step()
+
+    def _agree(self, failure: str, redo: bool, order_matters: bool | None) -> tuple[bool, Any]:
         findings = self.modules.findings()
         if self.replicas is None or self.ending.left:
             self.modules.end_step(findings)
@@ -364,7 +381,10 @@ class Executor:
         elsewhere = self.ending.as_elsewhere(failure) if failure else None
         first = self.collectives.ranks[0] if self.collectives is not None else 0
         orders = {rank: report.order for rank, report in self.ending.reports.items()}
-        own = Outcome(elsewhere, redo, order_matters, findings, (first, orders))
+        point = self._history.point(over=True)
+        own = Outcome(elsewhere, redo, order_matters, findings, (first, orders), point)
+        self._agreeing = True
+        self._complete_late()
         try:
             outcomes = self.replicas.end(own)
         except SMPPeerError as error:
@@ -372,6 +392,8 @@ class Executor:
             if failure:
                 return redo, order_matters
             raise
+        for work, *_ in self._late:
+            work.wait()
         self.modules.end_step(Findings.common([outcome.findings for outcome in outcomes]))
         failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
         if failures and not failure:
@@ -382,6 +404,13 @@ class Executor:
         known = [outcome.order_matters for outcome in outcomes]
         unknown = not any(known) and (bool(failures) or None in known)
         return redo, None if unknown else any(known)
+
+    def _complete_late(self) -> None:
+        """Lets no rank wait for calls that this one has not made, though its step has succeeded."""
+        if self.collectives is not None and self.replicas is not None:
+            made = self.replicas.stops
+            ranks = self.collectives.ranks
+            self._late += self.collectives.complete(made.get(rank, ()) for rank in ranks)
 
     def _apply_late_decision(self) -> None:
         """Applies a decision that came before a failure: rank 0 has applied it already."""
@@ -601,9 +630,33 @@ class Executor:
         """Notes that there are no more announcements; see `OrderEvents`."""
         self.ending.end_order()
 
-    def on_stop(self, failure: Elsewhere) -> None:
+    def on_point(self, rank: int, point: Point) -> None:
+        """Ends the step if another replica does not make the calls of this one."""
+        if not self._history.differs(rank, point):
+            return
+        if self.modules.predicts_structures and self.size > 1:
+            # Perhaps only because one of them has waited.
+            self.ending.fail_on_all(CallsDifferError(_ONLY_SOME_WAIT))
+            return
+        here, own = self._job_ranks[self.rank], self._history.point()
+        called = [
+            f"rank {one} of the job has called {', '.join(map(repr, how.trail)) or 'none'}"
+            for one, how in ((rank, point), (here, own))
+        ]
+        self.ending.fail_on_all(
+            SMPUsageError(
+                "replicas that run their tasks in one order, such as the ranks of a "
+                "tensor-parallel group, have to call the same modules in the same order, and "
+                "model.backward for the same losses, whatever their data are, and they do not. Up "
+                f"to here, {'; '.join(called)}"
+            )
+        )
+
+    def on_stop(self, failure: Elsewhere, rank: int, calls: list[Any]) -> None:
         """Ends the step because another replica has ended it; see `OrderEvents`."""
         self.ending.stop(failure)
+        if self._agreeing:
+            self._complete_late()
 
     def on_lost(self, rank: int, error: Exception) -> None:
         """Ends the step because a rank of another replica is gone; see `OrderEvents`."""
@@ -612,7 +665,8 @@ class Executor:
     def _check_replicas(self) -> float:
         """Ends the step if it has waited too long for the leader; see `StallWatch.wait`."""
         assert self.replicas is not None
-        timeout, left = self.replicas.timeout, self.replicas.keep_alive()
+        timeout = self.replicas.timeout
+        left = self.replicas.keep_alive(self._history.point())
         if isinstance(self.baton.order, Follower):
             with self.baton.changing_order() as order:
                 # The leader may wait for this rank in a collective, or other ranks may wait for
@@ -629,8 +683,7 @@ class Executor:
         with self.ending.lock:
             # Afterwards all ranks of the pipeline know that the step has succeeded here.
             if not self.ending.end_sent:
-                why = "only some replicas wait for the result of a call"
-                self.ending.fail(-1, CallsDifferError(why))
+                self.ending.fail(-1, CallsDifferError(_ONLY_SOME_WAIT))
 
     def _diverged(
         self, reason: str, announced: tuple[Any, ...] | None, ready: list[TaskName]

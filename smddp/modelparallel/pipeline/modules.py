@@ -152,6 +152,10 @@ class Modules:
         surroundings: entered around tasks and modules; None for nothing.
         observer: is told which slices run, if there is an order group; None for nobody.
         waits: is told for which calls this rank waits, if its tasks have an order; None for nobody.
+        called: is told of the calls of tasks that go to other ranks: number of the module and
+            method.
+        entered: is told of the calls that come from other ranks: name of the module; None for
+            nobody.
         replaced: a function of the name of a buffer in the model, which lives here: has code ever
             put another tensor in its place?
         recomputed: the modules that have activation checkpointing where they live, by number: do
@@ -180,6 +184,8 @@ class Modules:
         self.surroundings: Surroundings | None = None
         self.observer: SliceObserver | None = None
         self.waits: Waits | None = None
+        self.called: Callable[[int, str], None] = lambda number, method: None
+        self.entered: Callable[[str], None] | None = None
         self.recomputed: dict[int, bool] = {}
         self.offloader: Offloader | None = None
         self.outlook: Outlook | None = None
@@ -404,6 +410,8 @@ class Modules:
         Returns:
             What the module returns; for a read, the values, or None if there is no tensor.
         """
+        if self.entered is not None and not method.startswith(_READS):
+            self.entered(self.names[number])
         if isinstance(seed, tuple):
             return self._run_layers(number, seed, *args)
         # The random state is not restored afterwards: the task has none of its own, and
@@ -445,6 +453,7 @@ class Modules:
         reads = method.startswith(_READS)
         if not reads:
             frame.moment = object()
+            self.called(number, method)
         if seed is None and self._draws[number] and not reads:
             seed = draw_seed()
         grad = collector.ambient.grad

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 
 from smddp.modelparallel.pipeline.channel import Channel, Ended
+from smddp.modelparallel.pipeline.history import Point
 from smddp.modelparallel.pipeline.modules import Findings
 from smddp.modelparallel.pipeline.protocol import Kind
 from smddp_smp.errors import SMPPeerError
@@ -22,6 +23,9 @@ from smddp_smp.failure import Elsewhere
 from smddp_smp.order import Announcement
 
 __all__ = ["OrderEvents", "OrderGroup", "Outcome"]
+
+# Seconds between the looks whether a rank has gone on.
+_STILL = 0.5
 
 
 class Outcome(NamedTuple):
@@ -34,6 +38,7 @@ class Outcome(NamedTuple):
         findings: what the rank has found out about calls.
         collectives: the first rank that makes collective calls with this one in tasks, and
             `StepReport.order` by rank of the pipeline.
+        point: how far the rank has come.
     """
 
     failure: Elsewhere | None
@@ -41,6 +46,7 @@ class Outcome(NamedTuple):
     order_matters: bool | None
     findings: Findings
     collectives: tuple[int, dict[int, int]]
+    point: Point
 
 
 class OrderEvents(Protocol):
@@ -55,8 +61,15 @@ class OrderEvents(Protocol):
     def on_leader_ended(self) -> None:
         """The leader has no task left in this step, and has announced everything."""
 
-    def on_stop(self, failure: Elsewhere) -> None:
-        """The step has failed on another replica, or has to be run again there."""
+    def on_point(self, rank: int, point: Point) -> None:
+        """A rank of the job, a member, has come so far in the step."""
+
+    def on_stop(self, failure: Elsewhere, rank: int, calls: list[Any]) -> None:
+        """The step has failed on another replica, or has to be run again there.
+
+        A rank of the job, a member, says so; it has begun these calls, as `StepCollectives` notes
+        them.
+        """
 
     def on_lost(self, rank: int, error: Exception) -> None:
         """A rank of the job is gone, which is a member of the group."""
@@ -94,6 +107,7 @@ class OrderGroup:
         self._stops: dict[int, list[Any]] = {}
         self._quiet: set[int] = set()
         self._noted: set[int] = set()  # members that have noted the last WAIT
+        self._point: Point | None = None  # how far this rank was when it last looked
         self._news = threading.Condition()
         self._events: OrderEvents | None = None
         self._gate = threading.Semaphore(0)
@@ -108,7 +122,7 @@ class OrderGroup:
         self._events = events
         self._outcomes, self._stops, self._quiet = {}, {}, set()
         self._stopped = self._ended = False
-        self._last_sign = time.monotonic()
+        self._last_sign, self._point = time.monotonic(), None
         self._channel.open()
         self._open = True
         self._gate.release()
@@ -133,20 +147,24 @@ class OrderGroup:
         with self._news:
             self._news.wait_for(lambda: peers <= self._quiet | self._noted, self.timeout)
 
-    def keep_alive(self) -> float:
-        """Tells the other members that this rank is in the step, unless that was done recently.
+    def keep_alive(self, point: Point) -> float:
+        """Tells the other members how far this rank is, if it stays there, or was silent for long.
 
         A leader hears of its followers only at the end of the step, which may be longer than the
         time after which a receive fails.
 
+        Args:
+            point: how far it is.
+
         Returns:
             Seconds until the next call is due.
         """
-        now, period = time.monotonic(), self.timeout / 4
-        if now - self._last_sign >= period:
+        now, longest = time.monotonic(), self.timeout / 4
+        still, self._point = point == self._point, point
+        if now - self._last_sign >= (min(_STILL, longest) if still else longest):
             self._last_sign = now
-            self._send(Kind.ALIVE, None)
-        return self._last_sign + period - now
+            self._send(Kind.ALIVE, tuple(point))
+        return min(_STILL, longest)
 
     def stop(self, failure: Elsewhere, calls: list[Any]) -> None:
         """Tells the other members, once, that the step has failed or has to be run again here.
@@ -161,11 +179,17 @@ class OrderGroup:
         """Waits until the other members have stopped or ended the step, or are lost.
 
         Returns:
-            By rank of the job, the calls that those have begun which have stopped.
+            `stops`.
         """
         peers = set(self._channel.peers)
         with self._news:
             self._news.wait_for(lambda: peers <= self._quiet, self.timeout)
+        return self.stops
+
+    @property
+    def stops(self) -> dict[int, list[Any]]:
+        """By rank of the job, the calls that those have begun which have stopped so far."""
+        with self._news:
             return {self.ranks[peer]: calls for peer, calls in self._stops.items()}
 
     def end(self, own: Outcome) -> list[Outcome]:
@@ -248,16 +272,21 @@ class OrderGroup:
         elif kind == Kind.STOP:
             failure, calls = header
             self._note_quiet(peer, calls)
-            self._tell(lambda events: events.on_stop(Elsewhere(*failure)))
+            rank = self.ranks[peer]
+            self._tell(lambda events: events.on_stop(Elsewhere(*failure), rank, calls))
+        elif kind == Kind.ALIVE:
+            self._tell(lambda events: events.on_point(self.ranks[peer], Point(*header)))
         elif kind == Kind.END:
             self._note_quiet(peer)
             outcome: Outcome = header
             self._outcomes[peer] = outcome
             if outcome.failure is not None or outcome.redo:
                 why = outcome.failure or Elsewhere(self.ranks[peer], "", True)
-                self._tell(lambda events: events.on_stop(why))
+                self._tell(lambda events: events.on_stop(why, self.ranks[peer], []))
                 if peer == 0:  # it may have failed before it could announce anything
                     self._tell(lambda events: events.on_leader_ended())
+            else:
+                self._tell(lambda events: events.on_point(self.ranks[peer], outcome.point))
 
     def _note_quiet(self, peer: int, calls: list[Any] | None = None) -> None:
         with self._news:

@@ -68,7 +68,7 @@ class Kind(enum.IntEnum):
             order group, an `Outcome`.
         DECISIONS: a list of `Decision`s, in their order; None if the leader makes no more.
         STOP: (the fields of an `Elsewhere`, what `StepCollectives.stop` has returned).
-        ALIVE: None.
+        ALIVE: the fields of a `Point`.
         WAIT: the number of a task, and that of its call; see `Waits.told`.
         NOTED: None.
         UNREADABLE: the class and text of the error.
@@ -84,7 +84,7 @@ class Kind(enum.IntEnum):
     END = 8  # the last message of a step on each stream
     DECISIONS = 9  # leader to the followers: which tasks begin or go on
     STOP = 10  # member to all others: the step has failed, or has to be run again
-    ALIVE = 11  # member to all others, in long steps: the receive that waits must not time out
+    ALIVE = 11  # member to all others, if nothing moves: how far it is
     WAIT = 12  # member to all others: a task waits for a call whose structure is new there
     NOTED = 13  # the answer to WAIT
     UNREADABLE = 14  # in place of a message that cannot be unpickled; never sent

@@ -7,6 +7,7 @@ it at the end of the step. `ModelRuntime` implements `StepModel`, and `Driver` i
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -118,7 +119,7 @@ class StepReport(NamedTuple):
             microbatches matters.
         forms: the forms that other ranks do not know yet, by number of the module and name.
         updates_masters: gradients are to be copied to master weights when they are complete.
-        order: see `StepCollectives`; 0 without collective calls.
+        order: see `StepCollectives.order_after`, after all of them; 0 without collective calls.
     """
 
     changed: bool
@@ -146,6 +147,16 @@ class StepModel(Protocol):
         Args:
             name: of the step function.
             names: of the modules, if the others need them; see `StepBegin`.
+        """
+
+    def compare(self) -> None:
+        """Compares settings with ranks that exchange activations with this one.
+
+        Called before the first task, on ranks other than 0; there the driver does it.
+
+        Raises:
+            SMPUsageError: they differ.
+            SMPPeerError: the step has failed on another rank.
         """
 
     def accept_begin(self, begin: StepBegin) -> None:
@@ -192,15 +203,30 @@ class StepCollectives(Protocol):
 
     Attributes:
         ranks: those that make the calls, as ranks of the job.
-        order: a number that is the same on all of them if they have made the calls of the step for
-            the same modules, in the same order.
+        trail: the modules that have made the last calls, or make the next.
     """
 
     ranks: list[int]
+    trail: deque[str]
+
+    def enter(self, module: str) -> None:
+        """Notes which module makes the calls that follow.
+
+        Args:
+            module: its name.
+        """
 
     @property
-    def order(self) -> int:
-        """See the class."""
+    def begun(self) -> int:
+        """How many calls have begun in this step, without those of `complete`."""
+
+    def order_after(self, count: int) -> int:
+        """Returns a number that is the same on all ranks that have made the same calls.
+
+        Args:
+            count: of so many calls, from the first of the step on. For the same modules, in the
+                same order.
+        """
 
     def begin_step(self) -> None:
         """Begins to note the calls of a step."""

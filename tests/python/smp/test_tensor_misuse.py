@@ -39,6 +39,11 @@ def train(model: Any, x: Tensor, second: Tensor | None = None) -> Tensor:
     return loss
 
 
+@smp.step
+def evaluate(model: Any, x: Tensor) -> Tensor:
+    return model(x)
+
+
 def marked(kind: type[nn.Module] = nn.Linear, on: bool = True) -> nn.Module:
     torch.manual_seed(3)
     with smp.tensor_parallelism(on):
@@ -235,6 +240,8 @@ def of_two_settings(backend: str, config: dict[str, Any]) -> list[str]:
     with refused(texts, "mode"):
         train(model, x)
     module[1].train()
+    with refused(texts, "gradients"), torch.set_grad_enabled(not other):
+        evaluate(model, x)
     assert torch.equal(train(model, x).reduce_mean(), expected)
     for parameter in module[0].parameters():  # on all ranks
         parameter.requires_grad_(False)
@@ -253,11 +260,34 @@ def test_settings_that_differ(backend: str, config: dict[str, Any]) -> None:
         "'torch.autocast' is off on rank 0 of the job, and bfloat16 on cpu on rank 1",
         *(f"'{name}.requires_grad' is True on rank 0 of the job, and False on" for name in names),
         "'1.training' is True on rank 0 of the job, and False on rank 1",
+        "'torch.is_grad_enabled()' is True on rank 0 of the job, and False on rank 1",
     ]
     size = 2 * config.get("partitions", 1)
     for texts in check_ranks(of_two_settings, str(size), backend, config):
         for text, expected in zip(texts, said, strict=True):
             assert expected in text
+
+
+def of_frozen_on_a_later_partition() -> list[str]:
+    """Returns what is said if one rank freezes a parameter that lives on another partition."""
+    smp.init({"ddp": True, "tensor_parallel_degree": 2, "partitions": 2})
+    with smp.tensor_parallelism():
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
+    model = smp.DistributedModel(module)
+    smp.set_partition(module[1], 1)
+    x, texts = torch.arange(8.0).view(2, WIDTH), {}
+    expected = train(model, x).reduce_mean()
+    module[1].bias.requires_grad_(smp.rank() != 3)
+    with refused(texts, "frozen"):
+        train(model, x)
+    module[1].bias.requires_grad_(True)
+    assert torch.equal(train(model, x).reduce_mean(), expected)
+    return list(texts.values())
+
+
+def test_a_parameter_of_a_later_partition_that_one_rank_has_frozen() -> None:
+    for (text,) in check_ranks(of_frozen_on_a_later_partition, "4"):
+        assert "'1.bias.requires_grad' is True on rank 2 of the job, and False on rank 3" in text
 
 
 class Twins(nn.Module):
@@ -311,8 +341,78 @@ def of_two_orders(backend: str, config: dict[str, Any]) -> list[str]:
 )
 def test_orders_that_differ(backend: str, ranks: int, config: dict[str, Any]) -> None:
     texts = check_ranks(of_two_orders, str(ranks), backend, config)
-    assert sum("the group of rank 0 have to call the same modules" in one for (one,) in texts) >= 2
-    assert all(one for (one,) in texts)
+    assert all("have to call the same modules in the same order" in one for (one,) in texts)
+
+
+class Choice(nn.Module):
+    """Divided modules on two partitions; which ones are called, and how, can be chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = "abc"
+        self.a, self.b, self.c, self.d = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.names:
+            x = torch.tanh(getattr(self, name)(x))
+        return x
+
+
+@smp.step
+def train_if(model: nn.Module, x: Tensor, backward: bool) -> Tensor:
+    loss = model(x).square().mean()
+    if backward:
+        model.backward(loss)
+    return loss
+
+
+def of_other_calls(backend: str, config: dict[str, Any], cases: list[str]) -> list[str]:
+    """Returns what is said if one rank makes other calls than `Choice` makes on the others."""
+    if backend != "smddp":
+        dist.init_process_group(backend)
+    smp.init({"ddp": True, "tensor_parallel_degree": 2, "_match_weights": True, **config})
+    torch.manual_seed(3)
+    with smp.tensor_parallelism():
+        module = Choice()
+    model = smp.DistributedModel(module)
+    if "partitions" in config:
+        for name in "bd":
+            smp.set_partition(getattr(module, name), 1)
+    x, texts = torch.arange(8.0).view(2, WIDTH), {}
+    trains = "partitions" in config
+    expected = train_if(model, x, trains).reduce_mean()
+    other = smp.tp_rank() == 1 and smp.rdp_rank() == 0
+    for case in cases:
+        module.names = case if other and case != "no backward" else "abc"
+        with refused(texts, case):
+            train_if(model, x, trains and not (other and case == "no backward"))
+        module.names = "abc"
+        assert torch.equal(train_if(model, x, trains).reduce_mean(), expected), case
+    return list(texts.values())
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "config", "cases"),
+    [
+        # A call less, at the end and elsewhere; another module in its place; one more; another
+        # order over partitions; and one pass backwards less.
+        ("smddp", 4, {"partitions": 2}, ["ab", "ac", "bc", "adc", "abcd", "bac", "no backward"]),
+        ("smddp", 4, {"partitions": 2, "microbatches": 2}, ["ac", "abdc", "bac", "no backward"]),
+        ("gloo", 4, {"partitions": 2, "prescaled_batch": True}, ["ac", "abcb", "acb"]),
+        ("smddp", 8, {"partitions": 2, "microbatches": 2}, ["ac", "no backward"]),
+        # Without partitions and backward passes: a rank has ended its step, and the other waits.
+        ("gloo", 2, {}, ["ab", "abcd"]),
+        ("smddp", 2, {}, ["ab", "abcd"]),
+        ("smddp", 4, {"tensor_parallel_degree": 4}, ["ab", "abcd"]),
+    ],
+)
+def test_one_rank_makes_other_calls(
+    backend: str, ranks: int, config: dict[str, Any], cases: list[str]
+) -> None:
+    for texts in check_ranks(of_other_calls, str(ranks), backend, config, cases):
+        assert len(texts) == len(cases)
+        for text in texts:
+            assert "have to call the same modules in the same order" in text
 
 
 class Layers(nn.Module):

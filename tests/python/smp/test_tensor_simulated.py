@@ -395,6 +395,9 @@ class Model:
     def begin(self, name: str, names: Any) -> StepBegin:
         return StepBegin(self.steps, name, None, names, 0)
 
+    def compare(self) -> None:
+        pass
+
     def accept_begin(self, begin: StepBegin) -> None:
         assert begin.number == self.steps
 
