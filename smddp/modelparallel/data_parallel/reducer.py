@@ -112,6 +112,14 @@ class Bucket:
         """Returns the parameters."""
         return self._parameters
 
+    def fits(self) -> bool:
+        """Says whether the parameters have the dtype and the device that they had before."""
+        buffer = self._buffer
+        return all(
+            (p.grad_dtype or p.dtype) == buffer.dtype and p.device == buffer.device
+            for p in self._parameters
+        )
+
     def is_last(self) -> bool:
         """Says whether it is the last bucket of the step."""
         return self._last
@@ -275,6 +283,8 @@ class DataParallel:
             divisor: by which the sums are divided: the number of microbatches, or 1.
             again: the step is run for the second time, after `end_step` has raised Redo.
         """
+        if any(not bucket.fits() for bucket in self._buckets):
+            self._make_buckets()
         self._with_gradients = torch.is_grad_enabled()
         # The other replicas run the step again only if they had to hear of it.
         together = not again or self._tells()
