@@ -632,7 +632,9 @@ class Executor:
 
     def on_point(self, rank: int, point: Point) -> None:
         """Ends the step if another replica does not make the calls of this one."""
-        if not self._history.differs(rank, point):
+        # Without exchanges and gathers the members may make different calls in the same tasks.
+        together = self.collectives is not None or self.modules.observer is not None
+        if not (together and self._history.differs(rank, point)):
             return
         if self.modules.predicts_structures and self.size > 1:
             # Perhaps only because one of them has waited.

@@ -105,14 +105,15 @@ class History:
             rank: a member of the order group, as a rank of the job.
             other: how far it is.
         """
+        collectives = self._collectives
+        # First, because the task goes on meanwhile.
+        begun = collectives.begun if collectives is not None else 0
         has_come = other.slices < len(self._ends)
         calls, made = self._ends[other.slices] if has_come else (other.calls, other.made)
         if calls != other.calls:
             return True
-        collectives = self._collectives
         if collectives is None or rank not in collectives.ranks:
             return False
-        begun = collectives.begun
         if begun >= other.begun and collectives.order_after(other.begun) != other.order:
             return True
         if has_come:
