@@ -15,6 +15,7 @@ from smddp_smp.errors import (
 )
 
 __all__ = [
+    "MODULES_NAMED",
     "ArgumentChangedError",
     "CallsDifferError",
     "Elsewhere",
@@ -28,6 +29,10 @@ __all__ = [
     "raise_as_error",
     "summary",
 ]
+
+
+# How many of the modules that were called last an error names.
+MODULES_NAMED = 5
 
 
 class StructureChangedError(Exception):

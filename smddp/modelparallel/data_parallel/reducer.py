@@ -80,7 +80,8 @@ class Bucket:
         self._parameters = list(parameters)
         first = self._parameters[0]
         size = sum(parameter.numel() for parameter in self._parameters)
-        self._buffer = torch.zeros(size, dtype=first.grad_dtype, device=first.device)
+        dtype = first.grad_dtype or first.dtype
+        self._buffer = torch.zeros(size, dtype=dtype, device=first.device)
         self.missing = 0
         self.work: Any = None
 
@@ -91,8 +92,8 @@ class Bucket:
     def buffer(self) -> torch.Tensor:
         """Returns the gradients of all parameters, as one tensor of one dimension.
 
-        Its dtype is the `grad_dtype` of the parameters. All parameters of a bucket have the same
-        one, and lie on the same device.
+        Its dtype is the `grad_dtype` of the parameters, or theirs if that is None. All parameters
+        of a bucket have the same one, and lie on the same device.
         """
         return self._buffer
 
@@ -259,6 +260,11 @@ class DataParallel:
         ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters()}
 
+    def _renew_buckets(self) -> None:
+        """Makes buckets again if the script has given parameters another dtype or device."""
+        if not all(bucket.fits() for bucket in self._buckets):
+            self._make_buckets()
+
     def _ranks_of(self, parameter: nn.Parameter) -> Ranks:
         """Returns the ranks over which the gradient of a parameter or a shard is reduced."""
         of_shard = None if self.shards is None else self.shards.reducers(parameter)
@@ -283,8 +289,6 @@ class DataParallel:
             divisor: by which the sums are divided: the number of microbatches, or 1.
             again: the step is run for the second time, after `end_step` has raised Redo.
         """
-        if any(not bucket.fits() for bucket in self._buckets):
-            self._make_buckets()
         self._with_gradients = torch.is_grad_enabled()
         # The other replicas run the step again only if they had to hear of it.
         together = not again or self._tells()
@@ -293,6 +297,7 @@ class DataParallel:
 
     def _begin(self, sums: GradientSum, divisor: int, source: int | None) -> None:
         """Begins a step; with the buffers of another replica, if a source is given."""
+        self._renew_buckets()
         self._sums, self._divisor = sums, divisor
         if source is not None and self._broadcast_buffers and self.size > 1:
             self._broadcast(self._tensors(), source)
@@ -526,6 +531,7 @@ class DataParallel:
         self._steps += 1
         if self._steps % self._passes:
             return
+        self._renew_buckets()
         for bucket in self._buckets:
             self._launch(bucket, lambda parameter: parameter.grad)
         reduced = self._collected()

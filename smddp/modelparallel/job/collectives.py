@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,11 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smddp_smp.errors import SMPPeerError
+from smddp_smp.failure import MODULES_NAMED
 
 __all__ = ["Call", "Collectives"]
-
-# How many modules an error names.
-_TRAIL = 5
 
 
 class Call(NamedTuple):
@@ -78,7 +75,7 @@ class Collectives:
         self._calls: list[Call] = []
         self._orders = [0]  # `order_after`, by number of calls
         self._module = ""
-        self.trail: deque[str] = deque(maxlen=_TRAIL)
+        self.trail: tuple[str, ...] = ()
 
     @property
     def begun(self) -> int:
@@ -100,7 +97,7 @@ class Collectives:
             module: its name, the same on all ranks.
         """
         self._module = module
-        self.trail.append(module)
+        self.trail = (*self.trail, module)[-MODULES_NAMED:]
 
     def make(self, kind: str, result: Tensor, argument: Tensor) -> None:
         """Makes a call, and waits for its end as `torch.distributed` does.
@@ -134,7 +131,7 @@ class Collectives:
         """Begins to note the calls of a step."""
         with self._lock:
             self._calls, self._orders, self._module = [], [0], ""
-            self.trail.clear()
+            self.trail = ()
             self._noting, self._stopped = True, False
 
     def stop(self) -> list[Call]:

@@ -204,18 +204,12 @@ class Ending:
             self.leave(error)
 
     def fail_on_all(self, error: Exception) -> None:
-        """Ends the step, also on other replicas if it has succeeded on this rank.
+        """Ends the step on all replicas, unless all ranks of this pipeline have ended it.
 
         Args:
             error: why.
         """
-        with self.lock:
-            if not self.end_sent:
-                self.fail(-1, error)
-            elif not self.failures:
-                failure = describe(-1, self._rank, error)
-                here = self._job_ranks[self._rank]
-                self._abort_tasks(Elsewhere(here, failure.text.partition("\n")[0], failure.redo))
+        self._stop_with(describe(-1, self._rank, error))
 
     def _note(self, microbatch: int, error: BaseException) -> None:
         """Notes the first error of this rank in a step, and tells the others."""
@@ -275,8 +269,7 @@ class Ending:
                 self._postponed.append(failure)
                 return
             if self.end_sent:
-                assert failure.elsewhere is not None
-                self._abort_tasks(failure.elsewhere)
+                self._abort_tasks(failure.elsewhere or self._for_others(failure))
                 return
             self.failures.append(failure)
             self._send_end(failure, [])
@@ -322,7 +315,12 @@ class Ending:
         if first.elsewhere is not None:
             return first.elsewhere
         redo = any(one.redo for one in self.failures)
-        return Elsewhere(self._job_ranks[first.rank], first.text.partition("\n")[0], redo)
+        return self._for_others(first)._replace(redo=redo)
+
+    def _for_others(self, failure: Failure) -> Elsewhere:
+        """Returns what the other replicas hear of a failure in this one."""
+        first_line = failure.text.partition("\n")[0]
+        return Elsewhere(self._job_ranks[failure.rank], first_line, failure.redo)
 
     # --- leaving ----------------------------------------------------------------------------------
 

@@ -633,7 +633,8 @@ class Executor:
     def on_point(self, rank: int, point: Point) -> None:
         """Ends the step if another replica does not make the calls of this one."""
         # Without exchanges and gathers the members may make different calls in the same tasks.
-        together = self.collectives is not None or self.modules.observer is not None
+        exchanges = self.collectives is not None and rank in self.collectives.ranks
+        together = exchanges or self.modules.observer is not None
         if not (together and self._history.differs(rank, point)):
             return
         if self.modules.predicts_structures and self.size > 1:
@@ -657,8 +658,12 @@ class Executor:
     def on_stop(self, failure: Elsewhere, rank: int, calls: list[Any]) -> None:
         """Ends the step because another replica has ended it; see `OrderEvents`."""
         self.ending.stop(failure)
-        if self._agreeing:
+        if not self._agreeing or self.ending.left:
+            return
+        try:
             self._complete_late()
+        except Exception as error:
+            self.ending.leave(error)
 
     def on_lost(self, rank: int, error: Exception) -> None:
         """Ends the step because a rank of another replica is gone; see `OrderEvents`."""
@@ -668,7 +673,11 @@ class Executor:
         """Ends the step if it has waited too long for the leader; see `StallWatch.wait`."""
         assert self.replicas is not None
         timeout = self.replicas.timeout
-        left = self.replicas.keep_alive(self._history.point())
+        compares = self.collectives is not None or self.modules.observer is not None
+        left = self.replicas.keep_alive(self._history.point(), compares)
+        # This rank may have gone on since it heard of them.
+        for rank, point in self.replicas.ended:
+            self.on_point(rank, point)
         if isinstance(self.baton.order, Follower):
             with self.baton.changing_order() as order:
                 # The leader may wait for this rank in a collective, or other ranks may wait for

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from smddp.modelparallel.pipeline.step import StepCollectives
+from smddp_smp.failure import MODULES_NAMED
 
 __all__ = ["History", "Point"]
 
@@ -61,6 +62,7 @@ class History:
     def begin_step(self) -> None:
         """Forgets the last step."""
         self._calls = 0
+        self._trail: tuple[str, ...] = ()  # without collectives, which have their own
         self._ends = [(0, 0)]  # `calls` and `made` of a `Point`, by number of slices
 
     def called(self, module: int, method: str) -> None:
@@ -71,8 +73,11 @@ class History:
             method: see `Call.method`.
         """
         self._calls = zlib.crc32(f"{module} {method};".encode(), self._calls)
+        name = self._names()[module]
         if self._collectives is not None:
-            self._collectives.enter(self._names()[module])
+            self._collectives.enter(name)
+        else:
+            self._trail = (*self._trail, name)[-MODULES_NAMED:]
 
     def slice_ended(self, waits: bool) -> None:
         """Notes that a slice has ended.
@@ -91,11 +96,10 @@ class History:
             over: has it ended the step?
         """
         slices = len(self._ends) - 1
-        begun, order = 0, 0
-        trail: tuple[str, ...] = ()
+        begun, order, trail = 0, 0, self._trail
         if self._collectives is not None:
             begun = self._collectives.begun
-            order, trail = self._collectives.order_after(begun), tuple(self._collectives.trail)
+            order, trail = self._collectives.order_after(begun), self._collectives.trail
         return Point(slices, *self._ends[slices], begun, order, trail, over)
 
     def differs(self, rank: int, other: Point) -> bool:

@@ -6,14 +6,17 @@ a rank hears of a failure on another replica, even if one of its tasks waits in 
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 
+from smddp.modelparallel.common import device
 from smddp.modelparallel.pipeline.channel import Channel, Ended
 from smddp.modelparallel.pipeline.history import Point
 from smddp.modelparallel.pipeline.modules import Findings
@@ -111,7 +114,8 @@ class OrderGroup:
         self._news = threading.Condition()
         self._events: OrderEvents | None = None
         self._gate = threading.Semaphore(0)
-        threading.Thread(target=self._run, name="smp-order", daemon=True).start()
+        run = functools.partial(self._run, device.current())
+        threading.Thread(target=run, name="smp-order", daemon=True).start()
 
     def begin(self, events: OrderEvents) -> None:
         """Begins a step.
@@ -147,24 +151,26 @@ class OrderGroup:
         with self._news:
             self._news.wait_for(lambda: peers <= self._quiet | self._noted, self.timeout)
 
-    def keep_alive(self, point: Point) -> float:
-        """Tells the other members how far this rank is, if it stays there, or was silent for long.
+    def keep_alive(self, point: Point, often: bool) -> float:
+        """Tells the other members how far this rank is, if it was silent for long.
 
         A leader hears of its followers only at the end of the step, which may be longer than the
         time after which a receive fails.
 
         Args:
             point: how far it is.
+            often: tell them soon if the rank stays there.
 
         Returns:
             Seconds until the next call is due.
         """
         now, longest = time.monotonic(), self.timeout / 4
+        soon = min(_STILL, longest) if often else longest
         still, self._point = point == self._point, point
-        if now - self._last_sign >= (min(_STILL, longest) if still else longest):
+        if now - self._last_sign >= (soon if still else longest):
             self._last_sign = now
             self._send(Kind.ALIVE, tuple(point))
-        return min(_STILL, longest)
+        return min(soon, self._last_sign + longest - now)
 
     def stop(self, failure: Elsewhere, calls: list[Any]) -> None:
         """Tells the other members, once, that the step has failed or has to be run again here.
@@ -191,6 +197,13 @@ class OrderGroup:
         """By rank of the job, the calls that those have begun which have stopped so far."""
         with self._news:
             return {self.ranks[peer]: calls for peer, calls in self._stops.items()}
+
+    @property
+    def ended(self) -> list[tuple[int, Point]]:
+        """The members whose step has succeeded, as ranks of the job, and how far they were then."""
+        said = list(self._outcomes.items())  # the other thread may add some
+        ends = [(self.ranks[peer], one) for peer, one in said if peer != self._rank]
+        return [(rank, one.point) for rank, one in ends if one.failure is None and not one.redo]
 
     def end(self, own: Outcome) -> list[Outcome]:
         """Ends the step: tells the others how it went here, and waits for what they say.
@@ -237,7 +250,8 @@ class OrderGroup:
 
     # --- the thread that takes --------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, place: torch.device) -> None:
+        device.use(place)
         while True:
             self._gate.acquire()
             left = set(self._channel.peers)

@@ -7,7 +7,6 @@ it at the end of the step. `ModelRuntime` implements `StepModel`, and `Driver` i
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -207,7 +206,7 @@ class StepCollectives(Protocol):
     """
 
     ranks: list[int]
-    trail: deque[str]
+    trail: tuple[str, ...]
 
     def enter(self, module: str) -> None:
         """Notes which module makes the calls that follow.
