@@ -367,13 +367,13 @@ class Executor:
             SMPUsageError: ranks have made the collective calls of tasks for different modules.
         """
         try:
-            return self._agree(failure, redo, order_matters)
+            return self._end_together(failure, redo, order_matters)
         finally:
             self._agreeing, self._late = False, []
             if self.collectives is not None:
                 self.collectives.end_step()
 
-    def _agree(self, failure: str, redo: bool, order_matters: bool | None) -> tuple[bool, Any]:
+    def _end_together(self, failure: str, redo: bool, order_matters: bool | None) -> tuple[bool, Any]:
         findings = self.modules.findings()
         if self.replicas is None or self.ending.left:
             self.modules.end_step(findings)

@@ -354,6 +354,8 @@ class Choice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for name in self.names:
+            if name == "d":
+                time.sleep(0.7)  # where others do not call it, they have ended their step by then
             x = torch.tanh(getattr(self, name)(x))
         return x
 
