@@ -711,7 +711,9 @@ def test_a_rank_needs_memory_for_its_shards_only() -> None:
     for mine, storages, tensors, process in check_ranks(large, "4", config, width):
         assert mine == LAYERS * 4 * (-(-width * width // 4) + width)
         assert storages < mine + SMALL
-        assert tensors < mine + layer + SMALL
+        # One that is gathered, and the one before: a thread of the backend gives that back, perhaps
+        # a moment later.
+        assert tensors < mine + 2 * layer + SMALL
         assert process < mine + 3 * layer  # messages between ranks, and what torch itself needs
 
 
