@@ -208,13 +208,29 @@ class ModelState:
         local = {
             name: value for name, value in entries.items() if name not in names or name in here
         }
-        for name in self._divisions.keys() & local.keys() if not alone else ():
+        divided = {} if alone else {name: local[name] for name in self._divisions if name in local}
+        self._check_shapes(divided)
+        for name in divided:
             local[name] = self._divisions[name].part(delayed(local[name]), *_place())
         self._module.load_state_dict(local, strict=False)
         if self._divisions:
             del local
             gc.collect()  # delayed tensors have circles of references, and keep the given ones
         return IncompatibleKeys(missing, unexpected)
+
+    def _check_shapes(self, wholes: Mapping[str, Any]) -> None:
+        """Raises RuntimeError if whole values do not fit parameters that are divided."""
+        shapes, size = self._module.state_dict(keep_vars=True), _place()[1]
+        wrong = []
+        for name, whole in wholes.items():
+            expected = self._divisions[name].whole_shape(shapes[name].shape, size)
+            if tuple(whole.shape) != tuple(expected):
+                wrong.append(f"{name!r} has shape {[*whole.shape]}, and needs {[*expected]}")
+        if wrong:
+            raise RuntimeError(
+                f"the state does not fit the model: {'; '.join(wrong)} (of the whole parameter, "
+                f"which is divided over {size} tensor-parallel ranks)"
+            )
 
     def _shared(self) -> list[list[str]]:
         """Returns the names of each parameter that has several."""

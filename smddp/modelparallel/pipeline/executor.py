@@ -373,7 +373,9 @@ class Executor:
             if self.collectives is not None:
                 self.collectives.end_step()
 
-    def _end_together(self, failure: str, redo: bool, order_matters: bool | None) -> tuple[bool, Any]:
+    def _end_together(
+        self, failure: str, redo: bool, order_matters: bool | None
+    ) -> tuple[bool, Any]:
         findings = self.modules.findings()
         if self.replicas is None or self.ending.left:
             self.modules.end_step(findings)

@@ -121,8 +121,9 @@ def alike_on_all(make: Callable[[], nn.Module]) -> nn.Module:
     with together(what, group):
         of_ranks = done_on_all(what, described, group)
     ranks = state.topology.members("tp")
-    # At last whether parameters need gradients: where modules differ, so do these names.
-    found = first_difference(of_ranks, ranks, "not divided", lambda name: name.endswith(_NEEDS))
+    # Settings of parameters come last: where modules differ, so do their names.
+    last = _DTYPE, _NEEDS
+    found = first_difference(of_ranks, ranks, "not divided", lambda name: name.endswith(last))
     if found is not None:
         raise SMPUsageError(
             f"all ranks have to divide the same modules in the same way: {found.name!r} is "
@@ -131,7 +132,7 @@ def alike_on_all(make: Callable[[], nn.Module]) -> nn.Module:
     return made[0]
 
 
-_NEEDS = ".requires_grad"
+_DTYPE, _NEEDS = ".dtype", ".requires_grad"
 
 
 def _description(root: nn.Module) -> dict[str, str]:
@@ -154,6 +155,7 @@ def _description(root: nn.Module) -> dict[str, str]:
                     if text and not own.startswith("_smp") and own != "training"
                 )
     for name, parameter in root.named_parameters(remove_duplicate=False):
+        found[f"{name}{_DTYPE}"] = str(parameter.dtype).removeprefix("torch.")
         found[f"{name}{_NEEDS}"] = repr(parameter.requires_grad)
     return found
 

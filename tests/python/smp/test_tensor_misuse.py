@@ -90,6 +90,8 @@ def misused() -> dict[str, str]:
             smp.DistributedModel(
                 smp.nn.DistributedTransformerLayer(**{**layer, "intermediate_size": 8, **options})
             )
+    with refused(texts, "dtypes differ"):
+        smp.DistributedModel(marked().double() if rank else marked())
     for name, on in (("frozen on one rank", True), ("whole and frozen on one rank", False)):
         module = marked(on=on)
         module[0].bias.requires_grad_(rank == 0)
@@ -102,6 +104,14 @@ def misused() -> dict[str, str]:
     assert type(model.get_module()[0]) is Doubled
     with refused(texts, "optimizer early"):
         smp.DistributedOptimizer(inner)
+    before = model.state_dict()
+    for shape in ((WIDTH, WIDTH - 1), (WIDTH, WIDTH // 2), (WIDTH, 1), (WIDTH, 2 * WIDTH)):
+        with pytest.raises(RuntimeError, match=r"needs \[4, 4\]") as caught:
+            model.load_state_dict(
+                {**before, "0.weight": torch.ones(shape), "0.bias": before["0.bias"] + 1}
+            )
+        texts[f"load {shape}"] = str(caught.value)
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
     with refused(texts, "mark late"):
         smp.set_tensor_parallelism(model.get_module()[0])
     for kind in (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS):
@@ -131,6 +141,11 @@ MISUSE = {
     "heads differ": "'attention.num_attention_heads' is 2 on rank 0 of the job, and 4 on rank 1",
     "activations differ": "'output.activation' is relu on rank 0 of the job, and functools.partial",
     "shapes differ": "'output.dense1.weight' is of shape [4, 4] on rank 0 of the job, and of",
+    "dtypes differ": "'0.weight.dtype' is float32 on rank 0 of the job, and float64 on rank 1",
+    **{
+        f"load {(WIDTH, width)}": f"'0.weight' has shape [4, {width}], and needs [4, 4]"
+        for width in (WIDTH - 1, WIDTH // 2, 1, 2 * WIDTH)
+    },
     **dict.fromkeys(
         ("frozen on one rank", "whole and frozen on one rank"),
         "'0.bias.requires_grad' is True on rank 0 of the job, and False on rank 1",
