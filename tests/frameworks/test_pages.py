@@ -14,8 +14,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import cases
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import cases
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.exhaustive, pytest.mark.timeout(1260)]
 
