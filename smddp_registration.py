@@ -102,6 +102,8 @@ def _change_groups(dist: Any, replaced: str) -> None:
         bound = inspect.signature(original).bind(*args, **kwargs)
         backend = _replacement(dist, bound.arguments["backend"], replaced)
         if backend is not None:
+            if not _announced:  # beside a group with another backend, such as nccl
+                _announce(bound.arguments["backend"], -1)
             bound.arguments |= {"backend": dist.Backend(backend), "backend_options": None}
         return original(*bound.args, **bound.kwargs)
 
@@ -138,7 +140,13 @@ def _replacement(dist: Any, backend: Any, replaced: str) -> str | None:
     return f"cpu:{BACKEND_NAME},{accelerator.type}:{name}"
 
 
+# Whether the script has been told that it gets another backend.
+_announced = False
+
+
 def _announce(backend: Any, rank: int) -> None:
+    global _announced
+    _announced = True
     if (str(rank) if rank >= 0 else os.environ.get("RANK", "0")) == "0":
         asked = "the default backend" if backend is None else f"backend {backend}"
         sys.stderr.write(f"smddp: this job asks for {asked}, and gets smddp on the CPU\n")
