@@ -114,7 +114,7 @@ def alike_on_all(make: Callable[[], nn.Module]) -> nn.Module:
         made.append(make())
         for name, module in made[0].named_modules():
             if isinstance(module, DistributedModule):
-                module._smp_name = name
+                module._smp_name = name or "model"
         return _description(made[0])
 
     what, group = "smp.DistributedModel", state.groups.of("tp")
