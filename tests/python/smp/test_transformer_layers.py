@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import itertools
 import os
 import random
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -641,6 +644,77 @@ def small(**options: Any) -> DistributedTransformerLMHead:
         "num_positions": 4,
     }
     return DistributedTransformerLMHead(**{**given, **options})
+
+
+def table(heading: str) -> list[list[str]]:
+    """Returns the cells of the table under a heading of the guide, by rows."""
+    guide = (Path(__file__).parents[3] / "docs" / "model-parallel.md").read_text()
+    section = guide.split(f"### {heading}\n")[1].split("\n#")[0]
+    rows = re.findall(r"^\| (.*) \|$", section, re.MULTILINE)
+    return [[cell.strip() for cell in row.split("|")] for row in rows[2:]]
+
+
+def test_the_guide_has_all_options_with_their_defaults() -> None:
+    kinds = {
+        "M": DistributedTransformerLMHead,
+        "T": DistributedTransformer,
+        "L": DistributedTransformerLayer,
+        "A": DistributedAttentionLayer,
+        "O": DistributedTransformerOutputLayer,
+    }
+    rows = table("Options")
+    for letter, kind in kinds.items():
+        written = {
+            name.strip("`"): ast.literal_eval(default.strip("`"))
+            for name, default, classes, _ in rows
+            if letter in classes.split()
+        }
+        parameters = inspect.signature(kind).parameters
+        assert written == {name: each.default for name, each in parameters.items()}, kind
+
+
+def named_parameters() -> dict[str, Any]:
+    """Returns shapes of parts, and how they are divided, of a model with all modules."""
+    begin()
+    both = {"pre_layernorm": True, "post_layernorm": True}
+    found: dict[str, Any] = {}
+    for options in ({}, both):  # either norms of all layers, or one of the model
+        model = small(
+            attention_head_size=6,
+            intermediate_size=16,
+            num_token_types=3,
+            distribute_embedding=True,
+            tie_word_embeddings=False,
+            lm_head_bias=True,
+            **options,
+        )
+        divided = {name: each.dimension for name, each in divisions_of(model).items()}
+        for name, parameter in model.named_parameters():
+            found[name] = list(parameter.shape), divided.get(name)
+    return found
+
+
+def test_the_guide_has_the_names_of_all_parameters() -> None:
+    sizes = {
+        **{"vocab_size": 6, "hidden_size": 8, "num_positions": 4, "num_token_types": 3},
+        **{"heads * head_size": 12, "intermediate_size": 16},
+    }
+    written = {}
+    for modules, shape, part, bias, _ in table("Names of parameters"):
+        names = re.findall("`(.*?)`", modules.replace("seq_layers.N", "seq_layers.0"))
+        dimension = {"rows": 0, "columns": 1, "all": None}[part.split()[0]]
+        whole = [sizes[each] for each in shape.strip("[]").split(", ")]
+        for short in names:
+            name = short.replace("…", names[0].rpartition(".")[0])
+            weight = list(whole)
+            if dimension is not None:
+                weight[dimension] //= 2
+            written[f"{name}.weight"] = weight, dimension
+            if not bias.startswith("none"):
+                halved = 0 if bias.startswith("divided") else None
+                written[f"{name}.bias"] = [whole[0] // (1 if halved is None else 2)], halved
+    for found in check_ranks(named_parameters, "2"):
+        assert found == written
 
 
 def misuse() -> None:
