@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from smddp_smp.config_keys import KEYS, Key
+from smddp_smp.config_keys import KEYS, OPTIONS, Key
 from smddp_smp.errors import SMPConfigurationError, SMPInitializationError
 from smddp_smp.logs import log
 
@@ -30,6 +30,12 @@ __all__ = [
 ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
 
 _BY_NAME = {key.name: key for key in KEYS}
+_ABBREVIATIONS = {
+    "dp": "data_parallel",
+    "pp": "pipeline_parallel",
+    "sdp": "sharded_data_parallel",
+    "tp": "tensor_parallel",
+}
 
 
 def _is_int(value: Any) -> bool:
@@ -112,9 +118,9 @@ def configure(
     given = {**(config or {}), **from_environment}
     known = {name: value for name, value in given.items() if name in _BY_NAME}
     for name in sorted(given.keys() - known.keys(), key=str) if warn else ():
-        nearest = difflib.get_close_matches(str(name), _BY_NAME, n=1)
-        advice = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        warnings.warn(f"smp ignores the unknown configuration key {name!r}{advice}", stacklevel=3)
+        warnings.warn(
+            f"smp ignores the unknown configuration key {name!r}{_advice(str(name))}", stacklevel=3
+        )
     for name, value in known.items():
         place = ENVIRONMENT_VARIABLE if name in from_environment else "smp.init"
         _check_value(_BY_NAME[name], value, place)
@@ -126,6 +132,17 @@ def configure(
         _say_what_is_missing(values)
         _say_what_has_no_effect(values)
     return Configuration(values)
+
+
+def _advice(name: str) -> str:
+    """Returns what to write instead of an unknown key, if that can be guessed."""
+    if name in OPTIONS:
+        return ": it is an argument of smp.tensor_parallelism and of the classes of smp.nn"
+    spelled = "_".join(_ABBREVIATIONS.get(word, word) for word in name.split("_"))
+    for written in (name, spelled):
+        if nearest := difflib.get_close_matches(written, _BY_NAME, n=1):
+            return f"; did you mean {nearest[0]!r}?"
+    return ""
 
 
 def warn_of_second(config: Mapping[str, Any] | None, current: Configuration) -> None:

@@ -12,7 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["KEYS", "Key", "insert", "markdown"]
+__all__ = ["KEYS", "OPTIONS", "Key", "insert", "markdown"]
+
+# No keys, but options of transformers of `smp.nn`, which scripts may take for keys.
+OPTIONS = (
+    *("attention_in_fp32", "distribute_embedding", "flash_attention", "fp32_residual_addition"),
+    *("fused_bias_gelu", "fused_dropout", "fused_softmax", "query_key_layer_scaling"),
+    *("sequence_parallel", "use_alibi", "zero_init"),
+)
 
 BEGIN = "<!-- keys: written by `python -m smddp_smp.config_keys docs/model-parallel.md` -->"
 END = "<!-- end of keys -->"

@@ -72,11 +72,15 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         )
     if topology.rdp_size % cfg.sharded_data_parallel_degree:
         fits = size // topology.rdp_size * cfg.sharded_data_parallel_degree
-        among = " of ranks with one tensor-parallel rank" if topology.tp_size > 1 else ""
+        factors = {
+            "pipeline_parallel_degree": topology.pp_size,
+            "tensor_parallel_degree": topology.tp_size,
+        }
+        why = "".join(f" / {name} {degree}" for name, degree in factors.items() if degree > 1)
         raise SMPInitializationError(
-            f"sharded_data_parallel_degree {cfg.sharded_data_parallel_degree} does not divide the "
-            f"number of replicas{among}, {topology.rdp_size}: set it to a divisor of that, or "
-            f"start a multiple of {fits} ranks"
+            f"sharded_data_parallel_degree {cfg.sharded_data_parallel_degree} does not divide "
+            f"smp.rdp_size(), which is {topology.rdp_size} ({size} ranks{why}): set it to a "
+            f"divisor of that, or start a multiple of {fits} ranks"
         )
     owns = not dist.is_initialized()
     if owns:
@@ -87,9 +91,12 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     atexit.register(shutdown)
     if rank == 0:
         make_visible()
+        batches = "one batch" if cfg.prescaled_batch else "a batch each"
+        tensor = f" x {topology.tp_size} tensor-parallel ranks with {batches}"
         log.info(
-            "smp: %d ranks = %d replica(s) x %d partition(s); %d microbatches, %s pipeline",
-            *(size, topology.size_of("dp"), topology.pp_size, cfg.microbatches, cfg.pipeline),
+            "smp: %d ranks = %d replica(s) x %d partition(s)%s; %d microbatches, %s pipeline",
+            *(size, topology.rdp_size, topology.pp_size, tensor if topology.tp_size > 1 else ""),
+            *(cfg.microbatches, cfg.pipeline),
         )
         log.debug("smp: %s", cfg)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from smddp.modelparallel.tensor.arguments import check_arguments
 from smddp.modelparallel.tensor.exchange import Exchange
 from smddp.modelparallel.tensor.module import DistributedModule, Division
 from smddp_smp.errors import SMPUsageError
@@ -58,6 +59,7 @@ class DistributedEmbedding(DistributedModule):
         *,
         exchange: Exchange | None = None,
     ) -> None:
+        check_arguments("DistributedEmbedding", locals())
         super().__init__(exchange)
         for name, value in (("max_norm", max_norm), ("sparse", sparse or None)):
             if value is not None:

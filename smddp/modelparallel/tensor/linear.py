@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from smddp.modelparallel.tensor.arguments import check_arguments
 from smddp.modelparallel.tensor.exchange import Exchange
 from smddp.modelparallel.tensor.module import DistributedModule, Division
 from smddp_smp.errors import SMPUsageError
@@ -31,7 +32,7 @@ class DistributedLinear(DistributedModule):
         exchange: see `DistributedModule`.
 
     Raises:
-        SMPUsageError: the number of ranks does not divide in_features.
+        SMPUsageError: the number of ranks does not divide in_features, or an argument is wrong.
     """
 
     # As nn.Linear. So dropout in a model is that of the model before modules were replaced.
@@ -48,6 +49,7 @@ class DistributedLinear(DistributedModule):
         initializer_range: float | None = None,
         exchange: Exchange | None = None,
     ) -> None:
+        check_arguments("DistributedLinear", locals())
         super().__init__(exchange)
         self.in_features, self.out_features = in_features, out_features
         set_weight, set_bias = _initializers(in_features, initializer_range)
@@ -92,7 +94,7 @@ def _initializers(
     if initializer_range is not None:
         deviation = initializer_range
         return lambda w: nn.init.normal_(w, 0.0, deviation), nn.init.zeros_
-    bound = 1 / math.sqrt(in_features) if in_features else 0.0
+    bound = 1 / math.sqrt(in_features)
     return (
         lambda w: nn.init.kaiming_uniform_(w, a=math.sqrt(5)),
         lambda b: nn.init.uniform_(b, -bound, bound),

@@ -23,8 +23,9 @@ _ATTRIBUTE = "_smp_tensor_parallelism"
 def tensor_parallelism(enabled: bool = True, **tensor_parallel_config: Any) -> Iterator[None]:
     """Returns a context; modules that are made inside are divided over tensor-parallel ranks.
 
-    The innermost context counts. smp.DistributedModel replaces the outermost supported modules by
-    distributed ones, with new weights, also with tensor_parallel_degree 1.
+    It may come before smp.init. The innermost context counts. smp.DistributedModel replaces the
+    outermost supported modules by distributed ones, with new weights, also with
+    tensor_parallel_degree 1.
 
     Args:
         enabled: False lets modules stay whole.

@@ -168,7 +168,8 @@ def tp_register_with_module(
 
     Args:
         module_cls: a class of modules. Those of classes that inherit from it are not meant.
-        dist_module: the class that takes its place, usually a `smp.nn.DistributedModule`.
+        dist_module: the class that takes its place: a `smp.nn.DistributedModule`, or a class of
+            modules with such modules inside, which smp.DistributedModel checks.
         init_hook: gets the arguments of `module_cls.__init__`, without self; returns those of
             `dist_module`, as an iterable and a dict. Without it they are the same.
         forward_hook: gets the arguments of `module_cls.forward`, without self; returns those of

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import reprlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -245,15 +246,18 @@ def _replacement(
         to_smp = registration.translations("")[1]
     delayed = any(map(is_delayed, module.parameters()))
     try:
+        given = (args, kwargs)
         if registration.init_hook is not None:
-            args, kwargs = registration.init_hook(*args, **kwargs)
-        signature = inspect.signature(registration.dist_module)
-        known = signature.parameters
-        unknown.difference_update(known)
-        given = signature.bind_partial(*args, **kwargs)
-        given.arguments.update({key: value for key, value in options.items() if key in known})
+            given = registration.init_hook(*args, **kwargs)
+    except SMPUsageError as error:
+        return stays(str(error))
+    place = f"the place of module {name!r} ({kind})"
+    args, kwargs = _as_arguments("init_hook", registration.init_hook, place, given)
+    arguments = _bound(registration.dist_module, place, args, kwargs, options)
+    unknown.difference_update(arguments.signature.parameters)
+    try:
         with _settings_of(module), delay_param_initialization(delayed):
-            result: nn.Module = registration.dist_module(*given.args, **given.kwargs)
+            result: nn.Module = registration.dist_module(*arguments.args, **arguments.kwargs)
     except SMPUsageError as error:
         return stays(str(error))
     if not any(isinstance(part, DistributedModule) for part in result.modules()):
@@ -276,7 +280,7 @@ def _replacement(
     # Hooks of torch, not a module around it: the names of its parameters stay its own.
     if registration.forward_hook is not None:
         result.register_forward_pre_hook(
-            functools.partial(_translate, registration.forward_hook), with_kwargs=True
+            functools.partial(_translate, registration.forward_hook, place), with_kwargs=True
         )
     if registration.return_hook is not None:
         result.register_forward_hook(functools.partial(_translate_result, registration.return_hook))
@@ -325,11 +329,42 @@ def _freeze(
     return ""
 
 
-def _translate(
-    hook: Callable[..., Any], _: nn.Module, args: Any, kwargs: Any
+def _bound(
+    dist_module: type, place: str, args: Any, kwargs: Any, options: dict[str, Any]
+) -> inspect.BoundArguments:
+    """Returns the arguments of what takes the place of a module, with those options that it has."""
+    signature = inspect.signature(dist_module)
+    try:
+        given = signature.bind_partial(*args, **kwargs)
+        known = signature.parameters
+        given.arguments.update({key: value for key, value in options.items() if key in known})
+        return signature.bind(*given.args, **given.kwargs)
+    except TypeError as error:
+        texts = [*map(reprlib.repr, args), *(f"{k}={reprlib.repr(v)}" for k, v in kwargs.items())]
+        raise SMPUsageError(
+            f"smp.tp_register: {dist_module.__name__} takes {place}, and cannot be made with the "
+            f"arguments ({', '.join(texts)}): {error}; let an init_hook return its arguments"
+        ) from None
+
+
+def _as_arguments(
+    kind: str, hook: Callable[..., Any] | None, place: str, returned: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args, kwargs = hook(*args, **kwargs)
-    return tuple(args), dict(kwargs)
+    """Checks what a hook has returned that translates arguments."""
+    try:
+        args, kwargs = returned
+        return tuple(args), {**kwargs}
+    except (TypeError, ValueError):
+        raise SMPUsageError(
+            f"smp.tp_register: {kind} {getattr(hook, '__name__', hook)} of what takes {place} has "
+            f"to return (arguments, dict of named arguments), not {reprlib.repr(returned)}"
+        ) from None
+
+
+def _translate(
+    hook: Callable[..., Any], place: str, _: nn.Module, args: Any, kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return _as_arguments("forward_hook", hook, place, hook(*args, **kwargs))
 
 
 def _translate_result(hook: Callable[..., Any], _: nn.Module, __: Any, found: Any) -> Any:

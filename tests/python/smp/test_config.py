@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import warnings
 from pathlib import Path
 
 import pytest
 
+from smddp.modelparallel.tensor.transformer.lm_head import DistributedTransformerLMHead
 from smddp_smp.config import ENVIRONMENT_VARIABLE, configure
-from smddp_smp.config_keys import KEYS, insert, markdown
+from smddp_smp.config_keys import KEYS, OPTIONS, insert, markdown
 from smddp_smp.errors import SMPConfigurationError
 
 
@@ -60,6 +62,28 @@ def test_unknown_keys_warn_with_advice() -> None:
         configure({"microbatch": 4}, {})
     with pytest.warns(UserWarning, match="the unknown configuration key 1$"):
         configure({1: 2}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("tp_degree", "tensor_parallel_degree"),
+        ("tp_size", "tensor_parallel_degree"),
+        ("pp_degree", "pipeline_parallel_degree"),
+        ("sdp_degree", "sharded_data_parallel_degree"),
+        ("sdp_max_live_params", "sdp_max_live_parameters"),
+    ],
+)
+def test_an_abbreviated_key_is_understood(name: str, meant: str) -> None:
+    with pytest.warns(UserWarning, match=f"{name!r}; did you mean {meant!r}"):
+        configure({name: 2}, {})
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_of_a_module_is_no_key(name: str) -> None:
+    assert name in inspect.signature(DistributedTransformerLMHead).parameters
+    with pytest.warns(UserWarning, match=f"{name!r}: it is an argument of smp.tensor_parallelism"):
+        configure({name: True}, {})
 
 
 # test_errors.py has the ranks of a job try them, too.

@@ -618,11 +618,11 @@ def misused() -> None:
         ({"sharded_data_parallel_degree": 2, "ddp": True, "partitions": 2}, "does not divide"),
         (
             {"sharded_data_parallel_degree": 2, "ddp": True, "tensor_parallel_degree": 2},
-            "does not divide the number of replicas of ranks with one tensor-parallel rank, 1",
+            "does not divide smp.rdp_size(), which is 1 (2 ranks / tensor_parallel_degree 2)",
         ),
         (
             {"sharded_data_parallel_degree": 3, "ddp": True},
-            "does not divide the number of replicas",
+            "does not divide smp.rdp_size(), which is 2 (2 ranks)",
         ),
         ({"partitions": 3}, "2 ranks cannot be divided into pipelines of 3"),
     ):

@@ -638,7 +638,10 @@ def test_tensor_parallel_ranks_of_ordinary_modules_are_replicas() -> None:
         said = [outcome.stderr.count(f"smp accepts {key}=") for outcome in outcomes]
         assert said == [0] * len(outcomes)
     assert "RESULTS WILL DIFFER" not in outcomes[0].stderr
-    assert "smp: 4 ranks = 2 replica(s)" in outcomes[0].stderr
+    assert (
+        "smp: 4 ranks = 1 replica(s) x 2 partition(s) x 2 tensor-parallel ranks with a batch each; "
+        in outcomes[0].stderr
+    )
     assert "\nPartition assignments:" in outcomes[0].stderr
     states = [outcome.value for outcome in outcomes]
     torch.manual_seed(0)

@@ -50,6 +50,34 @@ def marked(kind: type[nn.Module] = nn.Linear, on: bool = True) -> nn.Module:
         return nn.Sequential(kind(WIDTH, WIDTH))
 
 
+class Square(nn.Module):
+    """A class whose arguments are not those of a linear layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, width))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight)
+
+
+def marked_square() -> nn.Module:
+    with smp.tensor_parallelism():
+        return nn.Sequential(Square(WIDTH))
+
+
+# Hooks that do not fit Square, by what is wrong.
+HOOKS: dict[str, dict[str, Any]] = {
+    "no hook": {},
+    "hook returns None": {"init_hook": lambda width: None},
+    "hook returns numbers": {"init_hook": lambda width: (width, width)},
+    "hook returns arguments alone": {"init_hook": lambda width: ((width, width),)},
+    "hook returns pairs": {"init_hook": lambda width: ((width,), (width,))},
+    "hook returns too many": {"init_hook": lambda width: ((width,) * 9, {})},
+    "hook returns another name": {"init_hook": lambda width: ((width, width), {"colour": 1})},
+}
+
+
 @contextlib.contextmanager
 def refused(texts: dict[str, str], name: str) -> Iterator[None]:
     """In this context an error is raised at once, which `texts` gets."""
@@ -76,6 +104,10 @@ def misused() -> dict[str, str]:
         smp.DistributedModel(early)
     with refused(texts, "register plain"):
         smp.DistributedModel(marked(Own))
+    for name, hook in HOOKS.items():
+        smp.tp_register_with_module(Square, smp.nn.DistributedLinear, **hook)
+        with refused(texts, name):
+            smp.DistributedModel(marked_square())
     with refused(texts, "marks differ"):
         smp.DistributedModel(marked(on=rank == 0))
     with refused(texts, "fails on one rank"):
@@ -135,6 +167,21 @@ MISUSE = {
     "register no module": "dist_module must be a class of modules, not <class 'int'>",
     "register late": "was made before smp.tp_register knew its class",
     "register plain": "Plain, which takes the place of module '0' (Own), has no smp.nn.",
+    "no hook": "smp.tp_register: DistributedLinear takes the place of module '0' (Square), and "
+    "cannot be made with the arguments (4): missing a required argument: 'out_features'; "
+    "let an init_hook return its arguments",
+    **{
+        f"hook returns {what}": "init_hook <lambda> of what takes the place of module '0' (Square) "
+        f"has to return (arguments, dict of named arguments), not {text}"
+        for what, text in (
+            ("None", "None"),
+            ("numbers", "(4, 4)"),
+            ("arguments alone", "((4, 4),)"),
+            ("pairs", "((4,), (4,))"),
+        )
+    },
+    "hook returns too many": "(4, 4, 4, 4, 4, 4, 4, 4, 4): too many positional arguments; let an",
+    "hook returns another name": "(4, 4, colour=1): got an unexpected keyword argument 'colour'",
     "marks differ": "'0' is DistributedLinear(in_features=4, out_features=4, bias=True, "
     "ranks=2) on rank 0 of the job, and not divided on rank 1",
     "fails on one rank": "LazyLinear, whose parameters have no shape yet",
@@ -166,6 +213,26 @@ def test_misuse_raises_on_all_ranks() -> None:
         for name, text in MISUSE.items():
             assert text in texts.pop(name), name
         assert not texts
+
+
+def of_a_forward_hook() -> str:
+    smp.init({"ddp": True, "tensor_parallel_degree": 2})
+    smp.tp_register_with_module(
+        *(Square, smp.nn.DistributedLinear, lambda width: ((width, width), {}), lambda input: input)
+    )
+    texts: dict[str, str] = {}
+    model = smp.DistributedModel(marked_square())
+    with refused(texts, "outside a step"):
+        model(torch.ones(2, WIDTH))
+    return texts["outside a step"]
+
+
+def test_a_forward_hook_that_returns_no_arguments() -> None:
+    for text in check_ranks(of_a_forward_hook, "2"):
+        assert text.startswith(
+            "SMPUsageError: smp.tp_register: forward_hook <lambda> of what takes the place of "
+            "module '0' (Square) has to return (arguments, dict of named arguments), not tensor("
+        )
 
 
 def of_wrong_size() -> str:

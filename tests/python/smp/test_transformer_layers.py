@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import itertools
 import os
 import random
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +23,9 @@ from torch import Tensor, nn
 
 import smddp.modelparallel as smp
 from smddp.modelparallel.job.collectives import Collectives
+from smddp.modelparallel.tensor.embedding import DistributedEmbedding
 from smddp.modelparallel.tensor.exchange import Exchange, SequenceExchange
+from smddp.modelparallel.tensor.linear import DistributedLinear
 from smddp.modelparallel.tensor.module import Division, divisions_of
 from smddp.modelparallel.tensor.transformer.attention import DistributedAttentionLayer
 from smddp.modelparallel.tensor.transformer.feed_forward import DistributedTransformerOutputLayer
@@ -525,6 +531,93 @@ MISUSE: dict[str, tuple[Any, str]] = {
         lambda: small(sequence_parallel=True)((torch.zeros(1, 3).long(), *[None] * 4)),
         "a sequence of 3 positions cannot be divided over 2 .*; pad it to a multiple of 2",
     ),
+    **{
+        f"{name} {value!r}": (
+            lambda name=name, value=value: small(**{name: value}),
+            f"LMHead: {name}={value!r} must be {what}",
+        )
+        for name, value, what in (
+            ("num_layers", 0, "a positive integer"),
+            ("num_layers", 2.0, "a positive integer"),
+            ("num_attention_heads", -2, "a positive integer"),
+            ("hidden_size", 8.0, "a positive integer"),
+            ("vocab_size", True, "a positive integer"),
+            ("causal_mask_size", 0, "a positive integer"),
+            ("num_token_types", -1, "an integer that is not negative"),
+            ("hidden_dropout_prob", 1.5, "a number from 0 to 1"),
+            ("attention_dropout_prob", None, "a number from 0 to 1"),
+            ("embedding_dropout_prob", -0.1, "a number from 0 to 1"),
+            ("initializer_range", -1, "a number that is not negative"),
+        )
+    },
+    "layer's size": (
+        lambda: DistributedTransformerLayer(intermediate_size=4.0),
+        "DistributedTransformerLayer: intermediate_size=4.0 must be a positive integer",
+    ),
+    "stack's size": (
+        lambda: DistributedTransformer(num_layers=2.0),
+        "DistributedTransformer: num_layers=2.0 must be a positive integer",
+    ),
+    "attention's size": (
+        lambda: DistributedAttentionLayer(attention_head_size=0),
+        "DistributedAttentionLayer: attention_head_size=0 must be a positive integer",
+    ),
+    "dropout of an output layer": (
+        lambda: DistributedTransformerOutputLayer(hidden_dropout_prob=2),
+        "OutputLayer: hidden_dropout_prob=2 must be a number from 0 to 1",
+    ),
+    "layer index": (
+        lambda: DistributedAttentionLayer(layer_idx=-1),
+        "layer_idx=-1 must be an integer that is not negative",
+    ),
+    "size of a linear layer": (
+        lambda: DistributedLinear(4.0, 4),
+        "DistributedLinear: in_features=4.0 must be a positive integer",
+    ),
+    "size of an embedding": (
+        lambda: DistributedEmbedding(4, 0),
+        "DistributedEmbedding: embedding_dim=0 must be a positive integer",
+    ),
+    **{
+        f"mask of shape {shape}": (
+            lambda shape=shape: small()((IDS, torch.zeros(shape), None, None, None)),
+            rf"attention_mask has to be \[1, 2\], \[B, S\], with 1 for a masked token; it is "
+            rf"{re.escape(str(list(shape)))}",
+        )
+        for shape in ((1, 1, 1, 2), (1, 3), (2, 2), (2,), (1, 1))
+    },
+    "mask that is no tensor": (
+        lambda: small()((IDS, [[0, 0]], None, None, None)),
+        "attention_mask has to be .*; it is list",
+    ),
+    "cross mask": (
+        lambda: small(add_cross_attention=True)(
+            (IDS, None, None, None, torch.zeros(1, 3, 8), torch.zeros(1, 2), None)
+        ),
+        r"cross_mask has to be \[1, 3\], \[B, S\], .*; it is \[1, 2\]",
+    ),
+    **{
+        f"score mask of shape {shape}": (
+            lambda shape=shape: DistributedAttentionLayer(2, 4, 8)(
+                (torch.zeros(1, 3, 8), torch.zeros(shape))
+            ),
+            r"attention_mask has to be \[1, 1, 3, 3\], \[B, 1, 1 or queries, keys\], and is added "
+            rf"to the scores; it is {re.escape(str(list(shape)))}",
+        )
+        for shape in ((1, 3), (1, 1, 1, 2), (1, 2, 1, 3), (1, 1, 2, 3))
+    },
+    **{
+        f"named argument of {kind.__name__}": (
+            lambda kind=kind: kind(num_attention_heads=2)(hidden_states=torch.zeros(1, 2, 1024)),
+            f"{kind.__name__} takes one tuple .*, and no named argument 'hidden_states'",
+        )
+        for kind in (DistributedAttentionLayer, DistributedTransformerLayer)
+    },
+    "named argument": (
+        lambda: small()(input_ids=IDS),
+        "LMHead takes one tuple .input_ids, .*, and no named argument 'input_ids'",
+    ),
+    "nothing": (lambda: small()(), "one tuple .input_ids.*, not a NoneType"),
     "head size": (FlashAttentionLayer, "needs attention_head_size"),
     "layer": (
         lambda: FlashAttentionLayer(0.0, 4, scale_attn_by_layer_idx=True),
@@ -551,6 +644,77 @@ def small(**options: Any) -> DistributedTransformerLMHead:
         "num_positions": 4,
     }
     return DistributedTransformerLMHead(**{**given, **options})
+
+
+def table(heading: str) -> list[list[str]]:
+    """Returns the cells of the table under a heading of the guide, by rows."""
+    guide = (Path(__file__).parents[3] / "docs" / "model-parallel.md").read_text()
+    section = guide.split(f"### {heading}\n")[1].split("\n#")[0]
+    rows = re.findall(r"^\| (.*) \|$", section, re.MULTILINE)
+    return [[cell.strip() for cell in row.split("|")] for row in rows[2:]]
+
+
+def test_the_guide_has_all_options_with_their_defaults() -> None:
+    kinds = {
+        "M": DistributedTransformerLMHead,
+        "T": DistributedTransformer,
+        "L": DistributedTransformerLayer,
+        "A": DistributedAttentionLayer,
+        "O": DistributedTransformerOutputLayer,
+    }
+    rows = table("Options")
+    for letter, kind in kinds.items():
+        written = {
+            name.strip("`"): ast.literal_eval(default.strip("`"))
+            for name, default, classes, _ in rows
+            if letter in classes.split()
+        }
+        parameters = inspect.signature(kind).parameters
+        assert written == {name: each.default for name, each in parameters.items()}, kind
+
+
+def named_parameters() -> dict[str, Any]:
+    """Returns shapes of parts, and how they are divided, of a model with all modules."""
+    begin()
+    both = {"pre_layernorm": True, "post_layernorm": True}
+    found: dict[str, Any] = {}
+    for options in ({}, both):  # either norms of all layers, or one of the model
+        model = small(
+            attention_head_size=6,
+            intermediate_size=16,
+            num_token_types=3,
+            distribute_embedding=True,
+            tie_word_embeddings=False,
+            lm_head_bias=True,
+            **options,
+        )
+        divided = {name: each.dimension for name, each in divisions_of(model).items()}
+        for name, parameter in model.named_parameters():
+            found[name] = list(parameter.shape), divided.get(name)
+    return found
+
+
+def test_the_guide_has_the_names_of_all_parameters() -> None:
+    sizes = {
+        **{"vocab_size": 6, "hidden_size": 8, "num_positions": 4, "num_token_types": 3},
+        **{"heads * head_size": 12, "intermediate_size": 16},
+    }
+    written = {}
+    for modules, shape, part, bias, _ in table("Names of parameters"):
+        names = re.findall("`(.*?)`", modules.replace("seq_layers.N", "seq_layers.0"))
+        dimension = {"rows": 0, "columns": 1, "all": None}[part.split()[0]]
+        whole = [sizes[each] for each in shape.strip("[]").split(", ")]
+        for short in names:
+            name = short.replace("…", names[0].rpartition(".")[0])
+            weight = list(whole)
+            if dimension is not None:
+                weight[dimension] //= 2
+            written[f"{name}.weight"] = weight, dimension
+            if not bias.startswith("none"):
+                halved = 0 if bias.startswith("divided") else None
+                written[f"{name}.bias"] = [whole[0] // (1 if halved is None else 2)], halved
+    for found in check_ranks(named_parameters, "2"):
+        assert found == written
 
 
 def misuse() -> None:
@@ -701,9 +865,10 @@ def test_initial_weights_and_dropout_of_features_are_those_of_one_rank() -> None
         for name, value in state.items():
             if name.endswith("bias"):
                 assert not value.any(), name
-            elif value.dim() == 2 and (normal or zeros or "embedding" not in name):
+            elif value.dim() == 2:
                 as_linear = (3 * value.shape[1]) ** -0.5
-                wanted = options.get("initializer_range", 0.02) if normal else as_linear
+                drawn = normal or "embedding" in name
+                wanted = options.get("initializer_range", 0.02) if drawn else as_linear
                 wanted = 0.0 if zeros else wanted
                 assert value.std().item() == pytest.approx(wanted, rel=0.06), f"{name} {options}"
 

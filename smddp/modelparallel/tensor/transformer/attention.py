@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smddp.modelparallel.tensor.arguments import check_arguments
 from smddp.modelparallel.tensor.transformer.divided import (
     Contracting,
     Expanding,
@@ -21,7 +22,7 @@ from smddp.modelparallel.tensor.transformer.options import (
     MASKED,
     at_least_fp32,
     check_divides,
-    check_norms,
+    check_mask,
     unpack,
 )
 from smddp.modelparallel.tensor.transformer.sequence import HiddenStatesModule
@@ -113,7 +114,7 @@ class DistributedAttentionLayer(HiddenStatesModule):
         zero_init: bool = False,
         sequence_parallel: bool = False,
     ) -> None:
-        check_norms(_OWNER, pre_layernorm, post_layernorm)
+        check_arguments(_OWNER, locals())
         super().__init__(sequence_parallel)
         check_divides(_OWNER, "num_attention_heads", num_attention_heads, self.exchange.size)
         if cross_attention and (causal_mask_size is not None or use_alibi or rotary_dim):
@@ -121,15 +122,13 @@ class DistributedAttentionLayer(HiddenStatesModule):
                 f"{_OWNER}: causal_mask_size, use_alibi and rotary_dim are for self-attention; "
                 "leave them out with cross_attention=True"
             )
-        if rotary_dim is not None and (rotary_dim % 2 or not 0 < rotary_dim <= attention_head_size):
+        if rotary_dim is not None and (rotary_dim % 2 or rotary_dim > attention_head_size):
             raise SMPUsageError(
                 f"{_OWNER}: rotary_dim={rotary_dim} must be even, and at most attention_head_size="
                 f"{attention_head_size}"
             )
-        if window_size is not None and (causal_mask_size is None or window_size < 1):
-            raise SMPUsageError(
-                f"{_OWNER}: window_size={window_size} must be positive, and needs causal_mask_size"
-            )
+        if window_size is not None and causal_mask_size is None:
+            raise SMPUsageError(f"{_OWNER}: window_size={window_size} needs causal_mask_size")
         if layer_idx is None and (scale_attn_by_inverse_layer_idx or query_key_layer_scaling):
             raise SMPUsageError(
                 f"{_OWNER}: scale_attn_by_inverse_layer_idx and query_key_layer_scaling need "
@@ -162,7 +161,12 @@ class DistributedAttentionLayer(HiddenStatesModule):
         self.pre_layernorm = self.new_norm(pre_layernorm, hidden_size, layernorm_epsilon)
         self.layernorm = self.new_norm(post_layernorm, hidden_size, layernorm_epsilon)
 
-    def forward(self, inputs: tuple[Tensor | None, ...], positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        inputs: tuple[Tensor | None, ...] | None = None,
+        positions: Tensor | None = None,
+        **named: Any,
+    ) -> Tensor:
         """Attends.
 
         Args:
@@ -173,6 +177,8 @@ class DistributedAttentionLayer(HiddenStatesModule):
             positions: the numbers by which rotary_dim rotates, [B, S] or [1, S]; None counts
                 from 0.
 
+            named: must be empty.
+
         Returns:
             Tensor [B, S, H].
 
@@ -181,14 +187,14 @@ class DistributedAttentionLayer(HiddenStatesModule):
         """
         if self.cross_attention:
             hidden, states, mask = unpack(
-                _OWNER, inputs, ("hidden_states", "cross_states", "cross_mask")
+                _OWNER, inputs, named, ("hidden_states", "cross_states", "cross_mask")
             )
             if states is None:
                 raise SMPUsageError(f"{_OWNER}: cross attention needs cross_states, not None")
             states = self.exchange.gather(states)
         else:
             (hidden, mask), states = (
-                unpack(_OWNER, inputs, ("hidden_states", "attention_mask")),
+                unpack(_OWNER, inputs, named, ("hidden_states", "attention_mask")),
                 None,
             )
         hidden = self.shortened(hidden)
@@ -217,6 +223,13 @@ class DistributedAttentionLayer(HiddenStatesModule):
             positions: of this rank's examples, see `forward`.
         """
         batch = len(everything) // (1 if self.exchange.prescaled else self.exchange.size)
+        check_mask(
+            _OWNER,
+            "cross_mask" if self.cross_attention else "attention_mask",
+            mask,
+            (batch, 1, everything.shape[1], states.shape[1]),
+            "[B, 1, 1 or queries, keys], and is added to the scores",
+        )
         query = self._heads(self.query(everything))
         key, value = self._heads(self.key(states)), self._heads(self.value(states))
         if self.rotary_dim is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from smddp.modelparallel.tensor.arguments import check_arguments
 from smddp.modelparallel.tensor.transformer.divided import (
     Contracting,
     Expanding,
@@ -12,7 +13,6 @@ from smddp.modelparallel.tensor.transformer.divided import (
 from smddp.modelparallel.tensor.transformer.options import (
     activation_function,
     at_least_fp32,
-    check_norms,
 )
 from smddp.modelparallel.tensor.transformer.sequence import HiddenStatesModule
 
@@ -100,7 +100,7 @@ class DistributedTransformerOutputLayer(FeedForward):
         zero_init: bool = False,
         sequence_parallel: bool = False,
     ) -> None:
-        check_norms("DistributedTransformerOutputLayer", pre_layernorm, post_layernorm)
+        check_arguments("DistributedTransformerOutputLayer", locals())
         super().__init__(
             hidden_size,
             intermediate_size,

@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from smddp.modelparallel.tensor.arguments import check_arguments
 from smddp.modelparallel.tensor.transformer.attention import DistributedAttentionLayer
 from smddp.modelparallel.tensor.transformer.feed_forward import (
     DistributedTransformerOutputLayer,
     FeedForward,
     add_residual,
 )
-from smddp.modelparallel.tensor.transformer.options import arguments_of, check_norms, unpack
+from smddp.modelparallel.tensor.transformer.options import arguments_of, unpack
 from smddp.modelparallel.tensor.transformer.sequence import HiddenStatesModule
 from smddp_smp.errors import SMPUsageError
 
@@ -92,7 +93,7 @@ class DistributedTransformerLayer(HiddenStatesModule):
     ) -> None:
         given = dict(locals())
         owner = "DistributedTransformerLayer"
-        check_norms(owner, pre_layernorm, post_layernorm)
+        check_arguments(owner, given)
         alone = pre_layernorm and not post_layernorm and not add_cross_attention
         if parallel_attn_output and not alone:
             raise SMPUsageError(
@@ -115,7 +116,9 @@ class DistributedTransformerLayer(HiddenStatesModule):
         self.parallel_attn_output = parallel_attn_output
         self.fp32_residual_addition = fp32_residual_addition
 
-    def forward(self, inputs: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    def forward(
+        self, inputs: tuple[Tensor | None, ...] | None = None, **named: Any
+    ) -> tuple[Any, ...]:
         """Computes the layer.
 
         Args:
@@ -124,6 +127,7 @@ class DistributedTransformerLayer(HiddenStatesModule):
                 are added to the scores, [B, 1, 1, S] or [B, 1, S, S], and may be None. If
                 cross_states is None or missing with its mask, there is no cross-attention. The
                 positions of `DistributedAttentionLayer` may follow.
+            named: must be empty.
 
         Returns:
             The same tuple, with other hidden_states.
@@ -132,7 +136,7 @@ class DistributedTransformerLayer(HiddenStatesModule):
             SMPUsageError: the inputs are others.
         """
         forms = _FORMS if self.cross_attention is None else _FORMS_OF_CROSS
-        hidden, *others = unpack("DistributedTransformerLayer", inputs, *forms)
+        hidden, *others = unpack("DistributedTransformerLayer", inputs, named, *forms)
         states, mask, cross_mask = others[:3] if len(others) > 2 else (None, others[0], None)
         positions = others[-1] if len(others) % 2 == 0 else None
         hidden = self.shortened(hidden)
@@ -206,9 +210,9 @@ class DistributedTransformer(HiddenStatesModule):
         zero_init: bool = False,
         sequence_parallel: bool = False,
     ) -> None:
-        given = arguments_of(DistributedTransformerLayer, dict(locals()))
         owner = "DistributedTransformer"
-        check_norms(owner, pre_layernorm, post_layernorm)
+        check_arguments(owner, locals())
+        given = arguments_of(DistributedTransformerLayer, dict(locals()))
         windows = window_size if isinstance(window_size, Sequence) else [window_size] * num_layers
         if len(windows) != num_layers:
             raise SMPUsageError(
@@ -228,10 +232,12 @@ class DistributedTransformer(HiddenStatesModule):
         self.input_layernorm = self.new_norm(both, hidden_size, layernorm_epsilon)
         self.output_layernorm = self.new_norm(both, hidden_size, layernorm_epsilon)
 
-    def forward(self, inputs: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    def forward(
+        self, inputs: tuple[Tensor | None, ...] | None = None, **named: Any
+    ) -> tuple[Any, ...]:
         """Computes all layers; takes and returns the tuple of `DistributedTransformerLayer`."""
         forms = _FORMS_OF_CROSS if self.add_cross_attention else _FORMS
-        hidden, *others = unpack("DistributedTransformer", inputs, *forms)
+        hidden, *others = unpack("DistributedTransformer", inputs, named, *forms)
         hidden = self.shortened(hidden)
         if self.input_layernorm is not None:
             hidden = self.input_layernorm(hidden)

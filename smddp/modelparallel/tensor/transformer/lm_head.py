@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smddp.modelparallel.tensor.arguments import check_arguments
 from smddp.modelparallel.tensor.transformer.divided import (
     IGNORED,
     Vocabulary,
@@ -19,7 +20,7 @@ from smddp.modelparallel.tensor.transformer.options import (
     additive,
     arguments_of,
     at_least_fp32,
-    check_norms,
+    check_mask,
     unpack,
 )
 from smddp.modelparallel.tensor.transformer.sequence import HiddenStatesModule
@@ -106,24 +107,26 @@ class DistributedTransformerLMHead(HiddenStatesModule):
         sequence_parallel: bool = False,
     ) -> None:
         given = dict(locals())
-        check_norms(_OWNER, pre_layernorm, post_layernorm)
+        check_arguments(_OWNER, given)
         if lm_head_bias and tie_word_embeddings:
             raise SMPUsageError(f"{_OWNER}: lm_head_bias needs tie_word_embeddings=False")
         super().__init__(sequence_parallel)
         fill = initializer(initializer_range, use_normal_initialization, zero_init)
+        # As DistributedEmbedding. The standard deviation of torch, 1, would give a head with the
+        # same weights much too large logits.
+        fill_embedding = initializer(initializer_range, True, zero_init)
 
         def embedding(count: int) -> nn.Embedding:
             result = nn.Embedding(count, hidden_size)
-            if zero_init or use_normal_initialization:
-                with torch.no_grad():
-                    fill(result.weight)
+            with torch.no_grad():
+                fill_embedding(result.weight)
             return result
 
         self.word_embedding: Vocabulary | nn.Embedding
         self.lm_head: Vocabulary | nn.Linear | None = None
         apart = add_lm_head and not tie_word_embeddings
         if distribute_embedding:
-            self.word_embedding = Vocabulary(_OWNER, vocab_size, hidden_size, False, fill)
+            self.word_embedding = Vocabulary(_OWNER, vocab_size, hidden_size, False, fill_embedding)
             if apart:
                 self.lm_head = Vocabulary(_OWNER, vocab_size, hidden_size, lm_head_bias, fill)
         else:
@@ -148,7 +151,7 @@ class DistributedTransformerLMHead(HiddenStatesModule):
         self.add_cross_attention, self.return_logits = add_cross_attention, return_logits
         self.causal, self.rotary = causal_mask_size is not None, rotary_dim is not None
 
-    def forward(self, inputs: tuple[Tensor | None, ...]) -> Any:
+    def forward(self, inputs: tuple[Tensor | None, ...] | None = None, **named: Any) -> Any:
         """Computes hidden states, logits, or a loss, of this rank's examples.
 
         Args:
@@ -158,6 +161,7 @@ class DistributedTransformerLMHead(HiddenStatesModule):
                 1 where a token is masked; cross_states are [B, S2, H]. All but input_ids may be
                 None. If cross_states is None or missing with its mask, there is no cross-attention.
                 Positions without a label, as in padding, have the label -100.
+            named: must be empty.
 
         Returns:
             Without labels the logits [B, S, vocab_size], or the hidden states [B, S, H] if there is
@@ -169,15 +173,19 @@ class DistributedTransformerLMHead(HiddenStatesModule):
             SMPUsageError: the inputs are others.
         """
         forms = (_CROSS, _SELF) if self.add_cross_attention else (_SELF,)
-        ids, mask, types, positions, *cross, labels = unpack(_OWNER, inputs, *forms)
+        ids, mask, types, positions, *cross, labels = unpack(_OWNER, inputs, named, *forms)
         if ids is None:
             raise SMPUsageError(f"{_OWNER}: input_ids is None")
         if labels is not None and not self.add_lm_head:
             raise SMPUsageError(f"{_OWNER}: labels need add_lm_head=True")
+        masked = "[B, S], with 1 for a masked token"
+        check_mask(_OWNER, "attention_mask", mask, tuple(ids.shape), masked)
         hidden = self._embedded(ids, types, positions)
         others = [_score_mask(mask, hidden.dtype)]
         if cross:
             states, cross_mask = cross
+            if states is not None:
+                check_mask(_OWNER, "cross_mask", cross_mask, tuple(states.shape[:2]), masked)
             others = [states, *others, _score_mask(cross_mask, hidden.dtype)]
         if self.rotary and positions is not None:
             others.append(positions)

@@ -20,7 +20,7 @@ __all__ = [
     "arguments_of",
     "at_least_fp32",
     "check_divides",
-    "check_norms",
+    "check_mask",
     "unpack",
 ]
 
@@ -55,16 +55,6 @@ def activation_function(name: str) -> Callable[[Tensor], Tensor]:
     return function
 
 
-def check_norms(owner: str, pre_layernorm: bool, post_layernorm: bool) -> None:
-    """Checks that there is a layer norm.
-
-    Raises:
-        SMPUsageError: there is none.
-    """
-    if not pre_layernorm and not post_layernorm:
-        raise SMPUsageError(f"{owner}: set pre_layernorm or post_layernorm (or both) to True")
-
-
 def check_divides(owner: str, name: str, value: int, size: int) -> None:
     """Checks that the ranks of a tensor-parallel group can have equal parts.
 
@@ -85,25 +75,57 @@ def arguments_of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unpack(
-    owner: str, inputs: Any, names: tuple[str, ...], *others: tuple[str, ...]
+    owner: str,
+    inputs: Any,
+    named: Mapping[str, Any],
+    names: tuple[str, ...],
+    *others: tuple[str, ...],
 ) -> tuple[Any, ...]:
     """Returns the values of a tuple of inputs.
 
     Args:
         owner: takes them, for the text of an error.
         inputs: the tuple.
+        named: named arguments of the call, which are not allowed.
         names: of the inputs.
         others: other such names, of tuples with other lengths.
 
     Raises:
-        SMPUsageError: it is no tuple, or has another length.
+        SMPUsageError: it is no tuple, or has another length, or there are named arguments.
     """
     wanted = f"one tuple ({', '.join(names)})"
+    if named:
+        raise SMPUsageError(f"{owner} takes {wanted}, and no named argument {next(iter(named))!r}")
     if not isinstance(inputs, (tuple, list)):
         raise SMPUsageError(f"{owner} takes {wanted}, not a {type(inputs).__name__}")
     if len(inputs) not in map(len, (names, *others)):
         raise SMPUsageError(f"{owner} takes {wanted}, not one of length {len(inputs)}")
     return tuple(inputs)
+
+
+def check_mask(owner: str, name: str, mask: Any, shape: tuple[int, ...], text: str) -> None:
+    """Checks the shape of a mask.
+
+    Args:
+        owner: takes it, for the text of an error.
+        name: of the mask.
+        mask: None is right.
+        shape: that it has to have; in all dimensions but the last one, it may have 1.
+        text: explains the shape: the names of dimensions, and what values mean.
+
+    Raises:
+        SMPUsageError: it has another one.
+    """
+    if mask is None:
+        return
+    found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    if (
+        not isinstance(mask, Tensor)
+        or mask.dim() != len(shape)
+        or mask.shape[-1] != shape[-1]
+        or any(own not in (1, wanted) for own, wanted in zip(mask.shape, shape, strict=True))
+    ):
+        raise SMPUsageError(f"{owner}: {name} has to be {list(shape)}, {text}; it is {found}")
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
