@@ -294,7 +294,7 @@ def test_what_is_counted_is_near_the_prediction(
     late = {"mlp": 1.5, "resnet": 1.15} if offloads and config["partitions"] > 1 else {}
     most = late.get(name, 1.1)
     # The file's thread frees tensors between the looks of report and oracle.
-    close = 0.06 if offloads else 0.03
+    close = 0.06 if offloads else 0.04
     assert not notes
     assert len(ranks) == len(everything)
     for row, rank in zip(ranks, everything, strict=True):
