@@ -316,7 +316,7 @@ class DataParallel:
             bucket.missing = len(bucket.parameters())
 
     def expect_gradients(self) -> None:
-        """Lets a step without gradients end as one that has them, because it does on other ranks.
+        """Lets a failed step end as one with gradients: on other ranks it may have been one.
 
         They reduce gradients at its end, and so tell each other that it has failed.
         """

@@ -83,10 +83,10 @@ class Collectives:
         return len(self._orders) - 1
 
     def order_after(self, count: int) -> int:
-        """Returns a checksum of calls of the step, each with the module that has made it.
+        """Returns a checksum of the first calls of the step: kinds, modules and their order.
 
         Args:
-            count: of so many calls, from the first one on.
+            count: of how many calls.
         """
         return self._orders[count]
 

@@ -133,14 +133,22 @@ class Difference(NamedTuple):
 
     Attributes:
         name: of the entry.
-        first, other: its values on the first rank, and on `rank`.
-        rank: of the job.
+        first, other: its values on the first rank, and on another one.
+        ranks: these two, as ranks of the job.
     """
 
     name: str
     first: str
     other: str
-    rank: int
+    ranks: tuple[int, int]
+
+    def __str__(self) -> str:
+        """Describes it."""
+        first, other = self.ranks
+        return (
+            f"{self.name!r} is {self.first} on rank {first} of the job, and {self.other} on rank "
+            f"{other}"
+        )
 
 
 def first_difference(
@@ -162,7 +170,7 @@ def first_difference(
         for name in sorted({**first, **other}, key=key):
             values = first.get(name, missing), other.get(name, missing)
             if values[0] != values[1]:
-                return Difference(name, *values, rank)
+                return Difference(name, *values, (ranks[0], rank))
     return None
 
 

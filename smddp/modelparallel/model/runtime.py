@@ -496,6 +496,8 @@ class ModelRuntime:
             redo, order_matters = self.executor.agree(failure, redo, self._order_mattered)
         except (SMPPeerError, SMPUsageError) as error:
             other, failure, redo, order_matters = error, summary(error), False, None
+        if failure and self.executor.gradients:
+            self.data_parallel.expect_gradients()
         if order_matters is not None:
             before = self._order_matters.get(self._step_name, False)
             self._order_matters[self._step_name] = before or order_matters

@@ -122,19 +122,10 @@ def _other_settings(exchange: Collectives, here: torch.device) -> SMPUsageError:
     text = json.dumps(own).encode()
     lengths = torch.tensor([len(text)], device=here)
     exchange.make("maximum", lengths, lengths)
-    of_ranks = _texts(exchange, text, int(lengths), here)
-    if any(one["torch.is_grad_enabled()"] == "True" for one in of_ranks):
-        state.current_model().runtime.data_parallel.expect_gradients()
-    found = first_difference(of_ranks, exchange.ranks)
-    what = "their parameters have different names"
-    if found is not None:
-        what = (
-            f"{found.name!r} is {found.first} on rank {exchange.ranks[0]} of the job, and "
-            f"{found.other} on rank {found.rank}"
-        )
+    found = first_difference(_texts(exchange, text, int(lengths), here), exchange.ranks)
     return SMPUsageError(
         "all ranks of a tensor-parallel group need the same settings, because they exchange "
-        f"activations and gradients: {what}"
+        f"activations and gradients: {found or 'their parameters have different names'}"
     )
 
 
@@ -152,8 +143,8 @@ def _difference(of_ranks: list[list[tuple[str, str]]], ranks: list[int]) -> str:
     if found is None:
         return ". They have them in another order"
     return (
-        f". Argument {found.name!r} is {found.first} on rank {ranks[0]}, and {found.other} on "
-        f"rank {found.rank}"
+        f". Argument {found.name!r} is {found.first} on rank {found.ranks[0]}, and {found.other} "
+        f"on rank {found.ranks[1]}"
     )
 
 

@@ -190,7 +190,8 @@ class ModelState:
         alone = bool(given.get(MARKER)) and same_partition and self._placement.divided
         if given.get(MARKER):
             entries = self._merged(entries, given.get(SHARDS, {}), alone)
-        names = list(self._module.state_dict(keep_vars=True))
+        own = self._module.state_dict(keep_vars=True)
+        names = list(own)
         # Some files hold a shared parameter under only one of its names.
         for same in self._shared():
             present = next((name for name in same if name in entries), None)
@@ -209,7 +210,7 @@ class ModelState:
             name: value for name, value in entries.items() if name not in names or name in here
         }
         divided = {} if alone else {name: local[name] for name in self._divisions if name in local}
-        self._check_shapes(divided)
+        self._check_shapes(divided, own)
         for name in divided:
             local[name] = self._divisions[name].part(delayed(local[name]), *_place())
         self._module.load_state_dict(local, strict=False)
@@ -218,12 +219,11 @@ class ModelState:
             gc.collect()  # delayed tensors have circles of references, and keep the given ones
         return IncompatibleKeys(missing, unexpected)
 
-    def _check_shapes(self, wholes: Mapping[str, Any]) -> None:
-        """Raises RuntimeError if whole values do not fit parameters that are divided."""
-        shapes, size = self._module.state_dict(keep_vars=True), _place()[1]
-        wrong = []
+    def _check_shapes(self, wholes: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Raises RuntimeError if whole values do not fit the parts of them that the model has."""
+        size, wrong = _place()[1], []
         for name, whole in wholes.items():
-            expected = self._divisions[name].whole_shape(shapes[name].shape, size)
+            expected = self._divisions[name].whole_shape(own[name].shape, size)
             if tuple(whole.shape) != tuple(expected):
                 wrong.append(f"{name!r} has shape {[*whole.shape]}, and needs {[*expected]}")
         if wrong:

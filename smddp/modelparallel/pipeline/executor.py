@@ -70,6 +70,7 @@ class Executor:
         replicas: the streams to and from the other members of the order group; None without one.
         collectives: those of tasks, over members of the order group; None if there are none.
         ending: how steps end on this rank.
+        gradients: are gradients on, here or on a member of the order group? Known after `agree`.
         divided: has this rank applied the decision about where modules live? Until then it
             keeps the messages that begin or end work.
     """
@@ -143,6 +144,7 @@ class Executor:
         # Does this rank wait in `agree`, and which calls has it begun for ranks that have failed?
         self._agreeing = False
         self._late: list[Any] = []
+        self.gradients = False
         self._decision: Any = None  # the one that has come, and is not applied here yet
         self._steps = 0  # how many this rank has begun, including failed ones
         self._name = ""  # of the step function
@@ -366,6 +368,7 @@ class Executor:
             SMPPeerError: the step has not failed here, but on another replica; or a rank is gone.
             SMPUsageError: ranks have made the collective calls of tasks for different modules.
         """
+        self.gradients = torch.is_grad_enabled()
         try:
             return self._end_together(failure, redo, order_matters)
         finally:
@@ -384,7 +387,10 @@ class Executor:
         first = self.collectives.ranks[0] if self.collectives is not None else 0
         orders = {rank: report.order for rank, report in self.ending.reports.items()}
         point = self._history.point(over=True)
-        own = Outcome(elsewhere, redo, order_matters, findings, (first, orders), point)
+        own = Outcome(
+            *(elsewhere, redo, order_matters, findings, (first, orders), point),
+            gradients=torch.is_grad_enabled(),
+        )
         self._agreeing = True
         self._complete_late()
         try:
@@ -396,6 +402,7 @@ class Executor:
             raise
         for work, *_ in self._late:
             work.wait()
+        self.gradients = any(outcome.gradients for outcome in outcomes)
         self.modules.end_step(Findings.common([outcome.findings for outcome in outcomes]))
         failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
         if failures and not failure:
@@ -657,7 +664,7 @@ class Executor:
             )
         )
 
-    def on_stop(self, failure: Elsewhere, rank: int, calls: list[Any]) -> None:
+    def on_stop(self, failure: Elsewhere) -> None:
         """Ends the step because another replica has ended it; see `OrderEvents`."""
         self.ending.stop(failure)
         if not self._agreeing or self.ending.left:

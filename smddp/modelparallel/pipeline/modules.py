@@ -154,8 +154,7 @@ class Modules:
         waits: is told for which calls this rank waits, if its tasks have an order; None for nobody.
         called: is told of the calls of tasks that go to other ranks: number of the module and
             method.
-        entered: is told of the calls that come from other ranks: name of the module; None for
-            nobody.
+        entered: is told of the calls that come from other ranks: name of the module.
         replaced: a function of the name of a buffer in the model, which lives here: has code ever
             put another tensor in its place?
         recomputed: the modules that have activation checkpointing where they live, by number: do
@@ -185,7 +184,7 @@ class Modules:
         self.observer: SliceObserver | None = None
         self.waits: Waits | None = None
         self.called: Callable[[int, str], None] = lambda number, method: None
-        self.entered: Callable[[str], None] | None = None
+        self.entered: Callable[[str], None] = lambda name: None
         self.recomputed: dict[int, bool] = {}
         self.offloader: Offloader | None = None
         self.outlook: Outlook | None = None
@@ -410,7 +409,7 @@ class Modules:
         Returns:
             What the module returns; for a read, the values, or None if there is no tensor.
         """
-        if self.entered is not None and not method.startswith(_READS):
+        if not method.startswith(_READS):
             self.entered(self.names[number])
         if isinstance(seed, tuple):
             return self._run_layers(number, seed, *args)

@@ -42,6 +42,7 @@ class Outcome(NamedTuple):
         collectives: the first rank that makes collective calls with this one in tasks, and
             `StepReport.order` by rank of the pipeline.
         point: how far the rank has come.
+        gradients: are gradients on?
     """
 
     failure: Elsewhere | None
@@ -50,6 +51,7 @@ class Outcome(NamedTuple):
     findings: Findings
     collectives: tuple[int, dict[int, int]]
     point: Point
+    gradients: bool
 
 
 class OrderEvents(Protocol):
@@ -67,12 +69,8 @@ class OrderEvents(Protocol):
     def on_point(self, rank: int, point: Point) -> None:
         """A rank of the job, a member, has come so far in the step."""
 
-    def on_stop(self, failure: Elsewhere, rank: int, calls: list[Any]) -> None:
-        """The step has failed on another replica, or has to be run again there.
-
-        A rank of the job, a member, says so; it has begun these calls, as `StepCollectives` notes
-        them.
-        """
+    def on_stop(self, failure: Elsewhere) -> None:
+        """The step has failed on another replica, or has to be run again there."""
 
     def on_lost(self, rank: int, error: Exception) -> None:
         """A rank of the job is gone, which is a member of the group."""
@@ -202,8 +200,8 @@ class OrderGroup:
     def ended(self) -> list[tuple[int, Point]]:
         """The members whose step has succeeded, as ranks of the job, and how far they were then."""
         said = list(self._outcomes.items())  # the other thread may add some
-        ends = [(self.ranks[peer], one) for peer, one in said if peer != self._rank]
-        return [(rank, one.point) for rank, one in ends if one.failure is None and not one.redo]
+        succeeded = [(peer, one) for peer, one in said if one.failure is None and not one.redo]
+        return [(self.ranks[peer], one.point) for peer, one in succeeded]
 
     def end(self, own: Outcome) -> list[Outcome]:
         """Ends the step: tells the others how it went here, and waits for what they say.
@@ -286,8 +284,7 @@ class OrderGroup:
         elif kind == Kind.STOP:
             failure, calls = header
             self._note_quiet(peer, calls)
-            rank = self.ranks[peer]
-            self._tell(lambda events: events.on_stop(Elsewhere(*failure), rank, calls))
+            self._tell(lambda events: events.on_stop(Elsewhere(*failure)))
         elif kind == Kind.ALIVE:
             self._tell(lambda events: events.on_point(self.ranks[peer], Point(*header)))
         elif kind == Kind.END:
@@ -296,7 +293,7 @@ class OrderGroup:
             self._outcomes[peer] = outcome
             if outcome.failure is not None or outcome.redo:
                 why = outcome.failure or Elsewhere(self.ranks[peer], "", True)
-                self._tell(lambda events: events.on_stop(why, self.ranks[peer], []))
+                self._tell(lambda events: events.on_stop(why))
                 if peer == 0:  # it may have failed before it could announce anything
                     self._tell(lambda events: events.on_leader_ended())
             else:

@@ -220,11 +220,10 @@ class StepCollectives(Protocol):
         """How many calls have begun in this step, without those of `complete`."""
 
     def order_after(self, count: int) -> int:
-        """Returns a number that is the same on all ranks that have made the same calls.
+        """Returns a checksum of the first calls of the step: kinds, modules and their order.
 
         Args:
-            count: of so many calls, from the first of the step on. For the same modules, in the
-                same order.
+            count: of how many calls.
         """
 
     def begin_step(self) -> None:

@@ -126,10 +126,7 @@ def alike_on_all(make: Callable[[], nn.Module]) -> nn.Module:
     last = _DTYPE, _NEEDS
     found = first_difference(of_ranks, ranks, "not divided", lambda name: name.endswith(last))
     if found is not None:
-        raise SMPUsageError(
-            f"all ranks have to divide the same modules in the same way: {found.name!r} is "
-            f"{found.first} on rank {ranks[0]} of the job, and {found.other} on rank {found.rank}"
-        )
+        raise SMPUsageError(f"all ranks have to divide the same modules in the same way: {found}")
     return made[0]
 
 

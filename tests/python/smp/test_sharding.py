@@ -1551,7 +1551,7 @@ def one_calls_another_step(other: int) -> str:
     elif smp.pp_rank() == 1:
         # The news of the failure take longer than the division.
         on_stop = executor.on_stop
-        executor.on_stop = lambda *news: (await_division(model), on_stop(*news))
+        executor.on_stop = lambda failure: (await_division(model), on_stop(failure))
     x = torch.ones(4, 8)
     step = functools.partial(changing, what="") if smp.rank() == other else waiting
     with pytest.raises(SMPError) as caught:

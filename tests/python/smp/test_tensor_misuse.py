@@ -299,12 +299,17 @@ def test_batches_of_two_forms(prescaled: bool) -> None:
             assert expected in text
 
 
-def of_two_settings(backend: str, config: dict[str, Any]) -> list[str]:
-    """Returns what is said if one rank changes a setting between steps."""
+def begin(backend: str, config: dict[str, Any]) -> None:
+    """Begins a job with two tensor-parallel ranks, unless the configuration says something else."""
     if backend != "smddp":
         dist.init_process_group(backend)
     smp.init({"ddp": True, "tensor_parallel_degree": 2, **config})
     torch.manual_seed(3)
+
+
+def of_two_settings(backend: str, config: dict[str, Any]) -> list[str]:
+    """Returns what is said if one rank changes a setting between steps."""
+    begin(backend, config)
     with smp.tensor_parallelism():
         module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2))
     model = smp.DistributedModel(module)
@@ -389,10 +394,7 @@ class Twins(nn.Module):
 
 def of_two_orders(backend: str, config: dict[str, Any]) -> list[str]:
     """Returns what is said if one rank calls two modules of one size in another order."""
-    if backend != "smddp":
-        dist.init_process_group(backend)
-    smp.init({"ddp": True, "tensor_parallel_degree": 2, "_match_weights": True, **config})
-    torch.manual_seed(3)
+    begin(backend, {"_match_weights": True, **config})
     with smp.tensor_parallelism():
         twins = Twins()
     model = smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, WIDTH), twins))
@@ -454,10 +456,7 @@ def train_if(model: nn.Module, x: Tensor, backward: bool) -> Tensor:
 
 def of_other_calls(backend: str, config: dict[str, Any], cases: list[str]) -> list[str]:
     """Returns what is said if one rank makes other calls than `Choice` makes on the others."""
-    if backend != "smddp":
-        dist.init_process_group(backend)
-    smp.init({"ddp": True, "tensor_parallel_degree": 2, "_match_weights": True, **config})
-    torch.manual_seed(3)
+    begin(backend, {"_match_weights": True, **config})
     with smp.tensor_parallelism():
         module = Choice()
     model = smp.DistributedModel(module)

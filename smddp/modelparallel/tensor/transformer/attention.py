@@ -176,7 +176,6 @@ class DistributedAttentionLayer(HiddenStatesModule):
                 counts as -1e4.
             positions: the numbers by which rotary_dim rotates, [B, S] or [1, S]; None counts
                 from 0.
-
             named: must be empty.
 
         Returns:
