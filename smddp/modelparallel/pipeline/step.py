@@ -133,12 +133,7 @@ class StepModel(Protocol):
     The holder of the baton calls `accept_begin`, `apply`, `end_microbatch` and `report`. The
     thread in `Executor.run` calls the others; also `report` on rank 0, and `apply` after a failure,
     when no task is left.
-
-    Attributes:
-        steps: how many steps have begun, including the present one.
     """
-
-    steps: int
 
     def begin(self, name: str, names: list[str] | None) -> StepBegin:
         """Returns what rank 0 tells the others at the beginning of the step.
