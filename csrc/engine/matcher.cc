@@ -82,14 +82,16 @@ void Matcher::sendBuffered(Transfer send) {
   std::memcpy(message.data(), &head, sizeof head);
   copy(Buffer(send.message.buffer), Buffer(message.data() + sizeof head), send.bytes);
   const Rank to = send.message.peer;
-  host_.sendControl(to, {message.data(), sizeof head + static_cast<size_t>(send.bytes)});
+  const auto bytes = sizeof head + static_cast<size_t>(send.bytes);
+  // If sendControl() throws, the group breaks, and every transfer that the matcher holds ends with the error.
+  leaving_.push_back(std::move(send));
+  host_.sendControl(to, {message.data(), bytes});
   // A message that waits for room leaves when somebody polls. The engine polls for a group that is not idle, so the
   // send has not ended until then.
-  if (host_.backlogged(to)) {
-    leaving_.push_back(std::move(send));
-  } else {
-    host_.finish(send);
-  }
+  if (host_.backlogged(to)) return;
+  Transfer sent = std::move(leaving_.back());
+  leaving_.pop_back();
+  host_.finish(sent);
 }
 
 std::optional<Transfer> Matcher::withdraw(const Completion& receive) {

@@ -76,7 +76,11 @@ void Connection::send(std::vector<uint64_t>& done) {
         isWritable_ = false;
         return;
       }
-      return fail("sending to it failed", errno);
+      // What has arrived is received first.
+      sendFailure_ = fmt::format("sending to it failed: {}", std::strerror(errno));
+      queue_.clear();
+      isWritable_ = false;
+      return markEnding();
     }
     // The socket has taken all that it has room for.
     isWritable_ = static_cast<size_t>(sent) == total;
@@ -206,11 +210,12 @@ bool Connection::receive(Receiver& receiver) {
         receiver.onControlFrame(Bytes(control_).first(frame_.length));
       }
     }
-    if (!isReadable_) return false;
+    if (!isReadable_) {
+      if (!sendFailure_.empty()) failure_ = sendFailure_;
+      return false;
+    }
     if (received >= kTurn) return true;
-    const size_t got = isInFrame_ ? readFrame() : readBuffer();
-    if (got == 0) return false;
-    received += got;
+    received += isInFrame_ ? readFrame() : readBuffer();
   }
   return false;
 }

@@ -24,6 +24,7 @@ constexpr const char* kTag = "transport/tcp";
 constexpr int kEventsPerPoll = 64;
 // The read for the head of a shorter payload brings most of it along, and that is copied in any case.
 constexpr size_t kLeastPlaced = 4096;
+constexpr Nanoseconds kListenAgain = 1'000'000'000;
 
 // A numeric address for bind() and connect().
 class SocketAddress {
@@ -206,6 +207,7 @@ void TcpTransport::accept() {
             "cannot accept connections of other ranks: no descriptor is left; raise the limit "
             "of open files (ulimit -n)");
       }
+      if (isShort || errno == ENOBUFS || errno == ENOMEM) listen(false);
       return;
     }
     // If all have said who they are, the new one is closed.
@@ -213,6 +215,15 @@ void TcpTransport::accept() {
     ++numStrangers_;
     noteBusy(add(std::move(socket)));
   }
+}
+
+void TcpTransport::listen(bool on) {
+  epoll_event event{};
+  if (on) event.events = EPOLLIN;
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, listener_.get(), &event) != 0)
+    raise(ErrorKind::Resource, "cannot watch a socket: {}", std::strerror(errno));
+  isListening_ = on;
+  listenAgain_ = Deadline::after(clock_, kListenAgain);
 }
 
 bool TcpTransport::dropSilent() {
@@ -292,7 +303,11 @@ size_t TcpTransport::serve(Link& link, Sink& sink) {
     sink.onPutDone(token);
   }
   if (link.peer == nullptr && link.sender == 0 && !greet(link)) return events;
-  if (link.peer != nullptr && !link.peer->failed) {
+  if (link.peer != nullptr && link.peer->failed) {
+    close(link);
+    return events;
+  }
+  if (link.peer != nullptr) {
     LinkReceiver receiver(*this, *link.peer, sink);
     if (connection.receive(receiver)) noteBusy(link);
     events += receiver.events;
@@ -300,6 +315,7 @@ size_t TcpTransport::serve(Link& link, Sink& sink) {
   }
   if (!connection.failure().empty()) {
     if (link.peer != nullptr) {
+      events += receiveRest(link, sink);
       fail(*link.peer, connection.failure());
     } else {
       drop(link);
@@ -308,7 +324,20 @@ size_t TcpTransport::serve(Link& link, Sink& sink) {
   return events;
 }
 
+size_t TcpTransport::receiveRest(const Link& lost, Sink& sink) {
+  size_t events = 0;
+  for (Link& link : links_) {
+    if (&link == &lost || link.peer != lost.peer) continue;
+    link.connection.markReadable();
+    LinkReceiver receiver(*this, *link.peer, sink);
+    while (link.connection.receive(receiver)) continue;
+    events += receiver.events;
+  }
+  return events;
+}
+
 size_t TcpTransport::poll(Sink& sink) {
+  if (!isListening_ && listenAgain_.passed(clock_)) listen(true);
   std::array<epoll_event, kEventsPerPoll> found;
   const int count = ::epoll_wait(epoll_.get(), found.data(), kEventsPerPoll, 0);
   bool hasCallers = false;
@@ -333,6 +362,7 @@ size_t TcpTransport::poll(Sink& sink) {
   }
   for (const auto& [peer, cause] : std::exchange(failures_, {})) {
     ++events;
+    closeLinksOf(peer);
     sink.onPeerFailed(peer, cause);
   }
   return events;
@@ -349,8 +379,24 @@ void TcpTransport::fail(Peer& peer, const std::string& cause) {
 // Closes a link of nobody that we know.
 void TcpTransport::drop(Link& link) {
   --numStrangers_;
+  close(link);
+}
+
+void TcpTransport::close(Link& link) {
+  // A forked child may have a copy of the socket. Then close() alone ends neither the connection nor its events, which
+  // have the address of the link.
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link.connection.descriptor(), nullptr);
+  ::shutdown(link.connection.descriptor(), SHUT_RDWR);
   std::erase(busy_, &link);
   links_.remove_if([&](const Link& other) { return &other == &link; });
+}
+
+// Nobody reads them any more, and the other end shall hear of it.
+void TcpTransport::closeLinksOf(PeerId peer) {
+  for (auto next = links_.begin(); next != links_.end();) {
+    Link& link = *next++;
+    if (link.peer != nullptr && link.peer->number == peer) close(link);
+  }
 }
 
 std::string TcpTransport::describe() const {

@@ -14,6 +14,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "common/clock.h"
 #include "common/file_descriptor.h"
 #include "common/seal.h"
 #include "transport/tcp/connection.h"
@@ -82,8 +83,13 @@ class TcpTransport final : public Transport {
   void bind(Link& link, Peer& peer);
   void noteBusy(Link& link);
   size_t serve(Link& link, Sink& sink);
+  // Takes in what has arrived on other links of the peer before it is given up.
+  size_t receiveRest(const Link& lost, Sink& sink);
   void fail(Peer& peer, const std::string& cause);
   void drop(Link& link);
+  void close(Link& link);
+  void closeLinksOf(PeerId peer);
+  void listen(bool on);
   uint64_t proofOf(uint64_t sender, uint64_t receiver) const;
 
   const Options options_;
@@ -101,6 +107,11 @@ class TcpTransport final : public Transport {
   size_t numStrangers_ = 0;  // links without a peer
   bool hasWarnedOfStrangers_ = false;
   bool hasWarnedOfDescriptors_ = false;
+  MonotonicClock clock_;
+  // While the process has no descriptor for a connection that waits, its listener is not watched: epoll would report it
+  // again and again.
+  bool isListening_ = true;
+  Deadline listenAgain_;
 };
 
 }  // namespace smddp::transport::tcp

@@ -347,5 +347,37 @@ TEST_P(MatcherTest, ManyInFlightBesideCollectives) {
   });
 }
 
+// A process without descriptors cannot connect to a rank that it has not talked to.
+struct CannotSend final : engine::Matcher::Host {
+  void sendControl(Rank, transport::Bytes) override { raise(ErrorKind::Resource, "no socket"); }
+  transport::SendChannel& sendChannel(Rank) override { std::abort(); }
+  transport::ReceiveChannel& receiveChannel(Rank) override { std::abort(); }
+  void finish(engine::Transfer&) override {}
+  bool backlogged(Rank) override { return false; }
+};
+
+TEST(Matcher, ASendThatThrowsStaysInItsCare) {
+  Ownership ownership;
+  ASSERT_TRUE(ownership.tryAcquire());
+  CannotSend host;
+  engine::Matcher matcher(ownership, host, 1, 0);
+  for (const bool buffered : {true, false}) {
+    Data data = make(100, 1);
+    engine::Transfer transfer;
+    transfer.message.send = true;
+    transfer.message.peer = 1;
+    transfer.message.buffer = {Bytes(data)};
+    transfer.message.buffered = buffered;
+    transfer.bytes = 100;
+    EXPECT_THROW(matcher.submit(std::move(transfer)), Error);
+  }
+  // The group ends both when it breaks.
+  int held = 0;
+  matcher.forEach([&](engine::Transfer&) { ++held; });
+  EXPECT_EQ(held, 2);
+  matcher.clear();
+  ownership.letGo();
+}
+
 }  // namespace
 }  // namespace smddp::test

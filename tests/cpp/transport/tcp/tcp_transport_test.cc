@@ -3,7 +3,14 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <thread>
 
 #include "transport/recording_sink.h"
 #include "transport/striped_transport.h"
@@ -95,6 +102,107 @@ TEST(TcpStrangers, AHelloThatHasArrivedCounts) {
   }
   EXPECT_EQ(sink.controls.size(), 1u);
   EXPECT_TRUE(itsSink.failed.empty());
+}
+
+// A worker of a data loader, say, has copies of all sockets.
+TEST(TcpStrangers, WhoIsClosedStaysClosedBesideAForkedChild) {
+  tcp::TcpTransport transport(options("token"));
+  RecordingSink sink;
+  FileDescriptor stranger = callTo(transport);
+  transport.poll(sink);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    ::pause();
+    ::_exit(0);
+  }
+  ASSERT_GT(child, 0);
+  const std::vector<std::byte> noHello = pattern(64, 1);
+  ASSERT_EQ(::send(stranger.get(), noHello.data(), noHello.size(), 0), 64);
+  EXPECT_TRUE(isClosed(transport, stranger));
+  // Events of its socket would have the address of what is gone.
+  ::send(stranger.get(), noHello.data(), noHello.size(), MSG_NOSIGNAL);
+  stranger = FileDescriptor();
+  for (int i = 0; i < 10; ++i) transport.poll(sink);
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+}
+
+TEST(TcpStrangers, WaitWithoutWakingWhileThereIsNoDescriptor) {
+  tcp::TcpTransport transport(options("token"));
+  RecordingSink sink;
+  const auto isReady = [&] {
+    pollfd wait{transport.waitDescriptor(), POLLIN, 0};
+    return ::poll(&wait, 1, 0) == 1;
+  };
+  const FileDescriptor stranger = callTo(transport);
+  EXPECT_TRUE(isReady());
+  rlimit files{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &files), 0);
+  const rlimit none{3, files.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  transport.poll(sink);
+  const bool wakesUp = isReady();
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &files), 0);
+  EXPECT_FALSE(wakesUp);
+  // It tries again after a second.
+  std::this_thread::sleep_for(std::chrono::milliseconds(1100));
+  ASSERT_EQ(::send(stranger.get(), pattern(64, 1).data(), 64, 0), 64);
+  EXPECT_TRUE(isClosed(transport, stranger));
+}
+
+// Takes in control messages.
+struct Controls final : tcp::Receiver {
+  std::span<std::byte> slotFor(const tcp::FrameHeader&) override { return {}; }
+  std::span<std::byte> placeFor(const tcp::FrameHeader&, size_t) override { return {}; }
+  void onControlFrame(Bytes message) override {
+    found.emplace_back(message.begin(), message.end());
+  }
+  void onPutFrame(const tcp::FrameHeader&) override {}
+  std::vector<std::vector<std::byte>> found;
+};
+
+TEST(TcpConnection, WhatHasArrivedCountsAfterASendThatFails) {
+  std::array<int, 2> ends{};
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends.data()), 0);
+  tcp::Connection connection{FileDescriptor(ends[0])}, other{FileDescriptor(ends[1])};
+  std::vector<uint64_t> done;
+  const std::vector<std::byte> last = pattern(10, 1);
+  other.queueControl(last);
+  other.send(done);
+  ::shutdown(ends[1], SHUT_RDWR);
+  connection.queueControl(last);
+  connection.send(done);
+  EXPECT_EQ(connection.failure(), "");
+  Controls controls;
+  EXPECT_FALSE(connection.receive(controls));
+  ASSERT_EQ(controls.found.size(), 1u);
+  EXPECT_EQ(controls.found.front(), last);
+  EXPECT_NE(connection.failure(), "");
+}
+
+// Both ends have opened a connection to the other one, so what one sends comes on its own.
+TEST(TcpTransport, WhatHasArrivedOnOneConnectionCountsWhenTheOtherEnds) {
+  auto dying = std::make_unique<tcp::TcpTransport>(options("token"));
+  tcp::TcpTransport transport(options("token"));
+  RecordingSink sink, itsSink;
+  const PeerId peer = transport.connect(dying->address(), "the rank that dies");
+  const PeerId me = dying->connect(transport.address(), "this rank");
+  ASSERT_TRUE(transport.control(peer, pattern(10, 1)));
+  ASSERT_TRUE(dying->control(me, pattern(10, 2)));
+  for (int i = 0; i < 100 && (sink.controls.empty() || itsSink.controls.empty()); ++i) {
+    dying->poll(itsSink);
+    transport.poll(sink);
+  }
+  const std::vector<std::byte> last = pattern(10, 3);
+  for (int i = 0; i < 20; ++i) ASSERT_TRUE(dying->control(me, last));
+  dying->poll(itsSink);
+  dying.reset();
+  // So its own connection comes first.
+  ASSERT_TRUE(transport.control(peer, last));
+  for (int i = 0; i < 100 && sink.failed.empty(); ++i) transport.poll(sink);
+  EXPECT_EQ(sink.failed.count(peer), 1u);
+  EXPECT_EQ(sink.controls.size(), 21u);
 }
 
 // A long put from one transport to another, whose payload the receiver has posted.
