@@ -19,7 +19,7 @@ import interpreters
 import programs
 import pytest
 
-from smddp import doctor
+from smddp import _local_ranks, doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -156,6 +156,16 @@ def test_two_processes_talk() -> None:
     assert ended.returncode == 0, ended.stdout
     assert "✓ all_reduce: 2 ranks have summed 16 MiB" in ended.stdout
     assert "✗" not in ended.stdout
+
+
+def test_ranks_under_torchrun_have_a_store_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With this variable torch's rank 0 makes no store, but looks for that of torchrun."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with _local_ranks.reserved_port() as port:
+        (rank,) = _local_ranks.start_ranks([1], ["env"], port, subprocess.PIPE)
+        output, _ = rank.communicate(timeout=60)
+    assert f"MASTER_PORT={port}" in output.decode()
+    assert "TORCHELASTIC" not in output.decode()
 
 
 @pytest.mark.multiprocess
