@@ -385,9 +385,17 @@ def _connections(meeting: Meeting, hosts: dict[int, str]) -> list[Finding]:
         return []
     try:
         address = _load.load().address_for_peers()
-    except RuntimeError:  # the findings about this host have it
+    except (RuntimeError, ValueError):  # the findings about this host have it
         address = "127.0.0.1"
-    failed = dial_all(meeting, list(hosts), address)
+    try:
+        failed = dial_all(meeting, list(hosts), address)
+    except RuntimeError as error:
+        return [
+            Finding(
+                "connections", _FAULT, f"not all ranks have answered: {error}",
+                "has one of them ended? Its output says why",
+            )
+        ]  # fmt: skip
     if not failed:
         return [Finding("connections", _OK, f"each of {len(hosts)} hosts reaches each other one")]
     findings = []

@@ -265,6 +265,43 @@ def test_a_job_whose_hosts_do_not_reach_one_another(tmp_path: Path) -> None:
         assert "SMDDP_INTERFACE" in text
 
 
+def _two_hosts(*scripts: str, **of_rank_1: str) -> list[subprocess.CompletedProcess[str]]:
+    """Runs the doctor on two ranks, as on two hosts; before it, each rank runs its script."""
+    begin = "from datetime import timedelta\nfrom smddp import doctor\n"
+    end = "\ndoctor._WAIT = timedelta(seconds=3)\nraise SystemExit(doctor.main([]))"
+    with _local_ranks.reserved_port() as port:
+        variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+        return programs.run_together(
+            [["-c", begin + script + end] for script in scripts],
+            [
+                programs.environment(RANK=str(rank), SMDDP_NODE_ID=f"host{rank}", **variables, **own)
+                for rank, own in enumerate(({}, of_rank_1))
+            ],
+        )
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("name", "value"), [("SMDDP_INTERFACE", "eth77"), ("SMDDP_POOL_BYTES", "many")]
+)
+def test_a_wrong_setting_on_one_host(name: str, value: str) -> None:
+    first, second = _two_hosts("", "", **{name: value})
+    assert (first.returncode, second.returncode) == (1, 1), (first, second)
+    of_second = first.stdout.partition("host1\n")[2].partition("between the ranks\n")[0]
+    assert f"{name}={value}" in of_second, first.stdout
+    assert "Traceback" not in first.stderr + second.stderr
+
+
+@pytest.mark.multiprocess
+def test_findings_are_printed_although_a_rank_has_ended() -> None:
+    first, _ = _two_hosts("", "import os\ndoctor.dial_all = lambda *_: os._exit(3)")
+    assert first.returncode == 1
+    assert first.stdout.count("✓ versions") == 2, first
+    assert "✗ connections: not all ranks have answered: " in first.stdout
+    assert "Traceback" not in first.stderr
+
+
 @pytest.mark.parametrize(
     ("affinities", "state", "text"),
     [
