@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -473,32 +474,43 @@ def _report_alone() -> list[tuple[str, list[Finding]]]:
     """Returns the findings of this host, and of two processes of it that play two hosts."""
     report = [(socket.gethostname(), examine_host())]
     command = [sys.executable, "-m", "smddp.doctor", "--json"]
-    found: list[Finding] = []
     with reserved_port() as port:
         ranks = start_ranks([1, 1], command, port, subprocess.PIPE)
         try:
-            for process in ranks:
-                found += _found_by(process)
+            ends = [_end_of(process) for process in ranks]
         finally:
             for process in ranks:
                 process.kill()
+    found = [finding for those, _ in ends for finding in those]
+    told = _has_fault([("", found)])
+    for rank, (process, (those, why)) in enumerate(zip(ranks, ends, strict=True)):
+        # Rank 0 prints what both have found. If that is a fault, both end with status 1.
+        if process.returncode not in ((0, 1) if told else (0,)) or (rank == 0 and not those):
+            found.append(Finding("all_reduce", _FAULT, f"a test process failed: {why}"))
     # Both ranks may tell the same.
     report.append(("two processes of this host as two hosts", list(dict.fromkeys(found))))
     return report
 
 
-def _found_by(process: subprocess.Popen[bytes]) -> list[Finding]:
-    """Returns what a test process has found about the ranks, once it has ended."""
+def _end_of(process: subprocess.Popen[bytes]) -> tuple[list[Finding], str]:
+    """Waits for a test process; returns its findings about the ranks, and how it has ended."""
     checks = ("rendezvous", "connections", "all_reduce")
+    limit = 3 * _WAIT.total_seconds()
     try:
-        output, errors = process.communicate(timeout=3 * _WAIT.total_seconds())
-        report = _from_json(output.decode())
-        return [finding for _, found in report for finding in found if finding.check in checks]
-    except (subprocess.TimeoutExpired, ValueError):
+        output, errors = process.communicate(timeout=limit)
+        status = process.returncode
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+    except subprocess.TimeoutExpired:
         process.kill()
-        _, errors = process.communicate()
-        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
-        return [Finding("all_reduce", _FAULT, f"a test process failed: {last[0]}")]
+        output, errors = process.communicate()
+        how = f"it did not end within {limit:.0f} s"
+    last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no error output"]
+    try:
+        report = _from_json(output.decode())
+    except ValueError:  # it has ended while it printed
+        report = []
+    found = [finding for _, those in report for finding in those if finding.check in checks]
+    return found, f"{how}, {last[0]}"
 
 
 def _has_fault(report: list[tuple[str, list[Finding]]]) -> bool:

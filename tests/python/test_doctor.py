@@ -168,6 +168,40 @@ def test_ranks_under_torchrun_have_a_store_of_their_own(monkeypatch: pytest.Monk
     assert "TORCHELASTIC" not in output.decode()
 
 
+ROW = {"where": "w", "check": "all_reduce", "text": "t", "remedy": ""}
+HEALTHY = f"[ $RANK = 0 ] && echo '{json.dumps([ROW | {'state': 'ok'}])}'\n"
+FAULTY = f"[ $RANK = 0 ] && echo '{json.dumps([ROW | {'state': 'fault'}])}'\n"
+DIED = "a test process failed: "
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (HEALTHY + "exit 0", ["t"]),
+        (FAULTY + "exit 1", ["t"]),
+        (HEALTHY + "[ $RANK = 0 ] || kill -SEGV $$",
+         ["t", DIED + "signal SIGSEGV, no error output"]),
+        (HEALTHY + "[ $RANK = 0 ] && kill -KILL $$; exit 0",
+         ["t", DIED + "signal SIGKILL, no error output"]),
+        (HEALTHY + "[ $RANK = 0 ] && exit 0; echo why >&2; exit 1", ["t", DIED + "status 1, why"]),
+        (FAULTY + "[ $RANK = 0 ] && exit 1; exit 3", ["t", DIED + "status 3, no error output"]),
+        ("exit 0", [DIED + "status 0, no error output"]),
+        ("[ $RANK = 0 ] && echo '[{'; exit 0", [DIED + "status 0, no error output"]),
+    ],
+)  # fmt: skip
+def test_processes_that_die(
+    script: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(layout: list[int], _: Any, *others: Any) -> list[subprocess.Popen[bytes]]:
+        return _local_ranks.start_ranks(layout, ["bash", "-c", script], *others)
+
+    monkeypatch.setattr(doctor, "start_ranks", start)
+    monkeypatch.setattr(doctor, "examine_host", list)
+    (_, found) = doctor._report_alone()[-1]
+    assert [finding.text for finding in found] == expected
+    assert (doctor.main([]) == 0) == (expected == ["t"] and script.startswith(HEALTHY))
+
+
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.costly
@@ -275,7 +309,9 @@ def _two_hosts(*scripts: str, **of_rank_1: str) -> list[subprocess.CompletedProc
         return programs.run_together(
             [["-c", begin + script + end] for script in scripts],
             [
-                programs.environment(RANK=str(rank), SMDDP_NODE_ID=f"host{rank}", **variables, **own)
+                programs.environment(
+                    RANK=str(rank), SMDDP_NODE_ID=f"host{rank}", **variables, **own
+                )
                 for rank, own in enumerate(({}, of_rank_1))
             ],
         )
