@@ -37,7 +37,16 @@ from smddp._meeting import Meeting, dial_all
 from smddp._spans import plural
 from smddp_launch import complete_from_launcher, complete_rendezvous
 
-__all__ = ["CARDS", "Finding", "examine_host", "is_job", "join_job", "main", "make_group"]
+__all__ = [
+    "CARDS",
+    "Finding",
+    "examine_host",
+    "identity",
+    "is_job",
+    "join_job",
+    "main",
+    "make_group",
+]
 
 _OK, _WARNING, _FAULT = "ok", "warning", "fault"
 _SIGNS = {_OK: "✓", _WARNING: "!", _FAULT: "✗"}
@@ -47,6 +56,7 @@ _ENOUGH_SHARED = 256 << 20
 _CHECKED_BYTES = 16 << 20
 _WAIT = timedelta(seconds=20)
 _SYS = Path("/sys")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHOWN = 8  # how many pairs of hosts that do not connect are named
 CARDS = {"efa": "efa", "hfi1": "opx", "mlx5": "verbs", "bnxt_re": "verbs", "irdma": "verbs"}
 """Driver of a card that bypasses the kernel -> libfabric's provider for it."""
@@ -339,6 +349,12 @@ def _talk() -> Iterator[Finding]:
     yield Finding("all_reduce", _OK, f"{text}; {smddp.describe()}")
 
 
+def identity() -> tuple[str, str]:
+    """Returns the name of this host, and a text that another host of that name does not have."""
+    name = os.environ.get("SMDDP_NODE_ID") or socket.gethostname()
+    return name, f"{name} {_BOOT_ID.read_text().strip()}"
+
+
 def is_job() -> bool:
     """Returns whether this process is one of several ranks; then its variables are completed."""
     complete_from_launcher()
@@ -425,12 +441,10 @@ def _report_of_rank() -> tuple[list[tuple[str, list[Finding]]], bool]:
         The findings of all hosts, which rank 0 has to print; an empty list on other ranks, unless
         they cannot tell rank 0. And whether there is a fault.
     """
-    name = os.environ.get("SMDDP_NODE_ID") or socket.gethostname()
+    name, host = identity()
     meeting = join_job()
     if isinstance(meeting, Finding):
         return [(name, [*examine_host(), meeting])], True
-    # Hosts may have one name.
-    host = f"{name} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     everyone = meeting.gather("cores", [host, sorted(os.sched_getaffinity(0))])
     mine = examine_host([frozenset(cores) for where, cores in everyone if where == host])
     first: dict[str, int] = {}
