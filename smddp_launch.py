@@ -150,7 +150,8 @@ def _host_of_rank_0() -> str | None:
         hosts = json.loads(os.environ["SM_HOSTS"])
         if hosts:
             return str(hosts[0])
-    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+    names = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    for name in names if _is_of_openmpi() else ("SLURM_STEP_NODELIST", *names):
         if "SLURM_PROCID" in os.environ and os.environ.get(name):
             return _first_node(os.environ[name])
     # Some launchers run `python -m mpi4py script.py`. Then MPI can tell. It is not loaded if the
@@ -193,9 +194,21 @@ def _tasks_of_this_node() -> str | None:
     return counts[node] if node < len(counts) else None
 
 
+def _is_of_openmpi() -> bool:
+    """Returns whether Open MPI's mpirun started this rank.
+
+    In a job of Slurm it starts its daemons by srun, but only on the other nodes: ranks of the first
+    node have no step, or another one.
+    """
+    return "OMPI_COMM_WORLD_RANK" in os.environ
+
+
 def _port_of_job() -> int:
-    name = next((os.environ[n] for n in _JOB_NAMES if os.environ.get(n)), "")
-    name += "." + os.environ.get("SLURM_STEP_ID", "")  # steps of one job may run at the same time
+    found = next((name for name in _JOB_NAMES if os.environ.get(name)), "")
+    name = os.environ.get(found, "")
+    if found == "SLURM_JOB_ID" and not _is_of_openmpi():
+        # Steps of one job may run at the same time. The other names are those of one step.
+        name += "." + os.environ.get("SLURM_STEP_ID", "")
     return _PORTS[zlib.crc32(name.encode()) % len(_PORTS)]
 
 

@@ -30,6 +30,8 @@ RANKS_PER_NODE = 2
 # differences. In double precision they stay far below this tolerance. In single precision no two
 # backends agree.
 TOLERANCE = 1e-6
+# Seconds for torchrun to end its ranks. It kills those that run 30 seconds after SIGTERM.
+PATIENCE = 40
 
 
 class DemoError(Exception):
@@ -64,9 +66,18 @@ def start_node(node: int, port: int, script: list[str], log: Path) -> subprocess
 
 
 def stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Kills the processes that still run, with all their children."""
-    for process in processes:
-        if process.poll() is None:
+    """Ends each torchrun that still runs, with its ranks.
+
+    Each rank has a session of its own. torchrun ends it on SIGTERM, but not if it is killed itself.
+    """
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
+        process.terminate()
+    deadline = time.monotonic() + PATIENCE
+    for process in running:
+        try:
+            process.wait(max(0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 

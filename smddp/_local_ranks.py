@@ -37,9 +37,11 @@ def start_ranks(
         port: where rank 0 makes torch's store.
         output: where output and errors go, such as subprocess.PIPE; None: where this process's go.
     """
+    # If a torchrun has started this process, its store is not that of these ranks.
+    inherited = {n: v for n, v in os.environ.items() if not n.startswith("TORCHELASTIC_")}
     common = {
         "OMP_NUM_THREADS": "1",
-        **os.environ,
+        **inherited,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(sum(layout)),

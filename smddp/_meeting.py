@@ -1,4 +1,4 @@
-"""What the ranks of a job tell one another before they have a group: `smddp doctor` uses it.
+"""What the ranks of a job tell one another without a group: for `smddp doctor` and `smddp topo`.
 
 All goes through the store of the launcher, which every rank reaches, even where the hosts cannot
 connect to one another.

@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -36,7 +37,16 @@ from smddp._meeting import Meeting, dial_all
 from smddp._spans import plural
 from smddp_launch import complete_from_launcher, complete_rendezvous
 
-__all__ = ["CARDS", "Finding", "examine_host", "is_job", "join_job", "main", "make_group"]
+__all__ = [
+    "CARDS",
+    "Finding",
+    "examine_host",
+    "identity",
+    "is_job",
+    "join_job",
+    "main",
+    "make_group",
+]
 
 _OK, _WARNING, _FAULT = "ok", "warning", "fault"
 _SIGNS = {_OK: "✓", _WARNING: "!", _FAULT: "✗"}
@@ -46,6 +56,7 @@ _ENOUGH_SHARED = 256 << 20
 _CHECKED_BYTES = 16 << 20
 _WAIT = timedelta(seconds=20)
 _SYS = Path("/sys")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHOWN = 8  # how many pairs of hosts that do not connect are named
 CARDS = {"efa": "efa", "hfi1": "opx", "mlx5": "verbs", "bnxt_re": "verbs", "irdma": "verbs"}
 """Driver of a card that bypasses the kernel -> libfabric's provider for it."""
@@ -338,6 +349,12 @@ def _talk() -> Iterator[Finding]:
     yield Finding("all_reduce", _OK, f"{text}; {smddp.describe()}")
 
 
+def identity() -> tuple[str, str]:
+    """Returns the name of this host, and a text that another host of that name does not have."""
+    name = os.environ.get("SMDDP_NODE_ID") or socket.gethostname()
+    return name, f"{name} {_BOOT_ID.read_text().strip()}"
+
+
 def is_job() -> bool:
     """Returns whether this process is one of several ranks; then its variables are completed."""
     complete_from_launcher()
@@ -385,9 +402,17 @@ def _connections(meeting: Meeting, hosts: dict[int, str]) -> list[Finding]:
         return []
     try:
         address = _load.load().address_for_peers()
-    except RuntimeError:  # the findings about this host have it
+    except (RuntimeError, ValueError):  # the findings about this host have it
         address = "127.0.0.1"
-    failed = dial_all(meeting, list(hosts), address)
+    try:
+        failed = dial_all(meeting, list(hosts), address)
+    except RuntimeError as error:
+        return [
+            Finding(
+                "connections", _FAULT, f"not all ranks have answered: {error}",
+                "has one of them ended? Its output says why",
+            )
+        ]  # fmt: skip
     if not failed:
         return [Finding("connections", _OK, f"each of {len(hosts)} hosts reaches each other one")]
     findings = []
@@ -416,12 +441,10 @@ def _report_of_rank() -> tuple[list[tuple[str, list[Finding]]], bool]:
         The findings of all hosts, which rank 0 has to print; an empty list on other ranks, unless
         they cannot tell rank 0. And whether there is a fault.
     """
-    name = os.environ.get("SMDDP_NODE_ID") or socket.gethostname()
+    name, host = identity()
     meeting = join_job()
     if isinstance(meeting, Finding):
         return [(name, [*examine_host(), meeting])], True
-    # Hosts may have one name.
-    host = f"{name} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     everyone = meeting.gather("cores", [host, sorted(os.sched_getaffinity(0))])
     mine = examine_host([frozenset(cores) for where, cores in everyone if where == host])
     first: dict[str, int] = {}
@@ -465,32 +488,43 @@ def _report_alone() -> list[tuple[str, list[Finding]]]:
     """Returns the findings of this host, and of two processes of it that play two hosts."""
     report = [(socket.gethostname(), examine_host())]
     command = [sys.executable, "-m", "smddp.doctor", "--json"]
-    found: list[Finding] = []
     with reserved_port() as port:
         ranks = start_ranks([1, 1], command, port, subprocess.PIPE)
         try:
-            for process in ranks:
-                found += _found_by(process)
+            ends = [_end_of(process) for process in ranks]
         finally:
             for process in ranks:
                 process.kill()
+    found = [finding for those, _ in ends for finding in those]
+    told = _has_fault([("", found)])
+    for rank, (process, (those, why)) in enumerate(zip(ranks, ends, strict=True)):
+        # Rank 0 prints what both have found. If that is a fault, both end with status 1.
+        if process.returncode not in ((0, 1) if told else (0,)) or (rank == 0 and not those):
+            found.append(Finding("all_reduce", _FAULT, f"a test process failed: {why}"))
     # Both ranks may tell the same.
     report.append(("two processes of this host as two hosts", list(dict.fromkeys(found))))
     return report
 
 
-def _found_by(process: subprocess.Popen[bytes]) -> list[Finding]:
-    """Returns what a test process has found about the ranks, once it has ended."""
+def _end_of(process: subprocess.Popen[bytes]) -> tuple[list[Finding], str]:
+    """Waits for a test process; returns its findings about the ranks, and how it has ended."""
     checks = ("rendezvous", "connections", "all_reduce")
+    limit = 3 * _WAIT.total_seconds()
     try:
-        output, errors = process.communicate(timeout=3 * _WAIT.total_seconds())
-        report = _from_json(output.decode())
-        return [finding for _, found in report for finding in found if finding.check in checks]
-    except (subprocess.TimeoutExpired, ValueError):
+        output, errors = process.communicate(timeout=limit)
+        status = process.returncode
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+    except subprocess.TimeoutExpired:
         process.kill()
-        _, errors = process.communicate()
-        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
-        return [Finding("all_reduce", _FAULT, f"a test process failed: {last[0]}")]
+        output, errors = process.communicate()
+        how = f"it did not end within {limit:.0f} s"
+    last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no error output"]
+    try:
+        report = _from_json(output.decode())
+    except ValueError:  # it has ended while it printed
+        report = []
+    found = [finding for _, those in report for finding in those if finding.check in checks]
+    return found, f"{how}, {last[0]}"
 
 
 def _has_fault(report: list[tuple[str, list[Finding]]]) -> bool:

@@ -286,15 +286,20 @@ class _Found:
     without_group: list[int] = dataclasses.field(default_factory=list)
     unreadable: int = 0
     errors: list[str] = dataclasses.field(default_factory=list)
+    users: set[int] = dataclasses.field(default_factory=set)  # processes that use smddp
 
     def add(self, pid: int) -> bool:
         """Looks at a process; returns whether it uses smddp."""
+        if pid in self.users:  # named twice, or once beside its launcher
+            return True
         members = list(_members(pid))
         self.members += members
         if not members and _has_board(pid):
             self.without_group.append(pid)
-            return True
-        return bool(members)
+        elif not members:
+            return False
+        self.users.add(pid)
+        return True
 
     def add_named(self, pid: int) -> None:
         """Looks at a process that the user has named, or else at its children."""

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from smddp import _load, topology_drawing
 from smddp._command import run
 from smddp._spans import plural, spans
-from smddp.doctor import CARDS, Finding, is_job, join_job, make_group
+from smddp.doctor import CARDS, Finding, identity, is_job, join_job, make_group
 from smddp.libfabric_providers import providers
 
 __all__ = ["Card", "Gpu", "Host", "Interface", "NumaNode", "look", "main"]
@@ -357,6 +357,13 @@ def as_text(host: Host) -> str:
     return "\n".join(lines)
 
 
+def _host(row: dict[str, Any]) -> Host:
+    """Returns the host that dataclasses.asdict() has made a row of."""
+    kinds = {"numa_nodes": NumaNode, "interfaces": Interface, "cards": Card, "gpus": Gpu}
+    parts = {name: [kind(**part) for part in row[name]] for name, kind in kinds.items()}
+    return Host(**(row | parts))
+
+
 def _hosts_of_job() -> tuple[list[Host], str]:
     """Returns the hosts on rank 0, none elsewhere, and what smddp says of the group of all ranks.
 
@@ -369,19 +376,19 @@ def _hosts_of_job() -> tuple[list[Host], str]:
     if isinstance(meeting, Finding):
         raise RuntimeError(f"{meeting.text}; {meeting.remedy}")
     make_group(meeting)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, look())
-    rank, description = dist.get_rank(), smddp.describe()
+    # Not by all_gather_object(), which needs numpy.
+    everyone = meeting.gather("host", [identity()[1], dataclasses.asdict(look())])
+    description = smddp.describe()
     dist.destroy_process_group()
     hosts: dict[str, Host] = {}
-    for number, host in enumerate(everyone):
-        hosts.setdefault(host.name, host).ranks.append(number)
+    for rank, (which, row) in enumerate(everyone):
+        hosts.setdefault(which, _host(row)).ranks.append(rank)
     if len(hosts) == 1:
         (alone,) = hosts.values()
         alone.network = "no network: all ranks are on this host"
         for one in alone.interfaces:
             one.is_used = False
-    return (list(hosts.values()) if rank == 0 else []), description
+    return (list(hosts.values()) if meeting.rank == 0 else []), description
 
 
 def main(arguments: list[str] | None = None) -> int:

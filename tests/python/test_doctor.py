@@ -19,7 +19,7 @@ import interpreters
 import programs
 import pytest
 
-from smddp import doctor
+from smddp import _local_ranks, doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -158,6 +158,50 @@ def test_two_processes_talk() -> None:
     assert "✗" not in ended.stdout
 
 
+def test_ranks_under_torchrun_have_a_store_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With this variable torch's rank 0 makes no store, but looks for that of torchrun."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with _local_ranks.reserved_port() as port:
+        (rank,) = _local_ranks.start_ranks([1], ["env"], port, subprocess.PIPE)
+        output, _ = rank.communicate(timeout=60)
+    assert f"MASTER_PORT={port}" in output.decode()
+    assert "TORCHELASTIC" not in output.decode()
+
+
+ROW = {"where": "w", "check": "all_reduce", "text": "t", "remedy": ""}
+HEALTHY = f"[ $RANK = 0 ] && echo '{json.dumps([ROW | {'state': 'ok'}])}'\n"
+FAULTY = f"[ $RANK = 0 ] && echo '{json.dumps([ROW | {'state': 'fault'}])}'\n"
+DIED = "a test process failed: "
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (HEALTHY + "exit 0", ["t"]),
+        (FAULTY + "exit 1", ["t"]),
+        (HEALTHY + "[ $RANK = 0 ] || kill -SEGV $$",
+         ["t", DIED + "signal SIGSEGV, no error output"]),
+        (HEALTHY + "[ $RANK = 0 ] && kill -KILL $$; exit 0",
+         ["t", DIED + "signal SIGKILL, no error output"]),
+        (HEALTHY + "[ $RANK = 0 ] && exit 0; echo why >&2; exit 1", ["t", DIED + "status 1, why"]),
+        (FAULTY + "[ $RANK = 0 ] && exit 1; exit 3", ["t", DIED + "status 3, no error output"]),
+        ("exit 0", [DIED + "status 0, no error output"]),
+        ("[ $RANK = 0 ] && echo '[{'; exit 0", [DIED + "status 0, no error output"]),
+    ],
+)  # fmt: skip
+def test_processes_that_die(
+    script: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(layout: list[int], _: Any, *others: Any) -> list[subprocess.Popen[bytes]]:
+        return _local_ranks.start_ranks(layout, ["bash", "-c", script], *others)
+
+    monkeypatch.setattr(doctor, "start_ranks", start)
+    monkeypatch.setattr(doctor, "examine_host", list)
+    (_, found) = doctor._report_alone()[-1]
+    assert [finding.text for finding in found] == expected
+    assert (doctor.main([]) == 0) == (expected == ["t"] and script.startswith(HEALTHY))
+
+
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.costly
@@ -253,6 +297,45 @@ def test_a_job_whose_hosts_do_not_reach_one_another(tmp_path: Path) -> None:
     for _, text in found:
         assert re.search(r"rank [01] has no connection to rank [01] .*Connection refused", text)
         assert "SMDDP_INTERFACE" in text
+
+
+def _two_hosts(*scripts: str, **of_rank_1: str) -> list[subprocess.CompletedProcess[str]]:
+    """Runs the doctor on two ranks, as on two hosts; before it, each rank runs its script."""
+    begin = "from datetime import timedelta\nfrom smddp import doctor\n"
+    end = "\ndoctor._WAIT = timedelta(seconds=3)\nraise SystemExit(doctor.main([]))"
+    with _local_ranks.reserved_port() as port:
+        variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+        return programs.run_together(
+            [["-c", begin + script + end] for script in scripts],
+            [
+                programs.environment(
+                    RANK=str(rank), SMDDP_NODE_ID=f"host{rank}", **variables, **own
+                )
+                for rank, own in enumerate(({}, of_rank_1))
+            ],
+        )
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("name", "value"), [("SMDDP_INTERFACE", "eth77"), ("SMDDP_POOL_BYTES", "many")]
+)
+def test_a_wrong_setting_on_one_host(name: str, value: str) -> None:
+    first, second = _two_hosts("", "", **{name: value})
+    assert (first.returncode, second.returncode) == (1, 1), (first, second)
+    of_second = first.stdout.partition("host1\n")[2].partition("between the ranks\n")[0]
+    assert f"{name}={value}" in of_second, first.stdout
+    assert "Traceback" not in first.stderr + second.stderr
+
+
+@pytest.mark.multiprocess
+def test_findings_are_printed_although_a_rank_has_ended() -> None:
+    first, _ = _two_hosts("", "import os\ndoctor.dial_all = lambda *_: os._exit(3)")
+    assert first.returncode == 1
+    assert first.stdout.count("✓ versions") == 2, first
+    assert "✗ connections: not all ranks have answered: " in first.stdout
+    assert "Traceback" not in first.stderr
 
 
 @pytest.mark.parametrize(

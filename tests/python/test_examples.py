@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 
@@ -73,6 +76,45 @@ def test_demo_ends_with_one_sentence_when_a_run_takes_too_long(tmp_path: Path) -
     done = run(str(EXAMPLES / "demo.py"), "--limit=0.1", f"--output={tmp_path}")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "demo: the run with smddp took longer than 0 s"
+
+
+_RANK = """
+import os, time
+from pathlib import Path
+Path(os.environ["PIDS"], str(os.getpid())).touch()
+time.sleep(300)
+"""
+_STARTED_AND_STOPPED = """
+import os, sys, time
+from pathlib import Path
+script, log, pids, examples = map(Path, sys.argv[1:])
+sys.path.insert(0, str(examples))
+import demo
+with demo.reserved_port() as port:
+    nodes = [demo.start_node(node, port, [str(script)], log) for node in range(2)]
+    end = time.monotonic() + 100
+    while len(list(pids.iterdir())) < 4 and time.monotonic() < end:
+        time.sleep(0.1)
+    demo.stop(nodes)
+"""
+
+
+def test_demo_leaves_no_ranks_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, pids = tmp_path / "rank.py", tmp_path / "pids"
+    script.write_text(_RANK)
+    pids.mkdir()
+    monkeypatch.setenv("PIDS", str(pids))
+    done = run(
+        "-c", _STARTED_AND_STOPPED, str(script), str(tmp_path / "log"), str(pids), str(EXAMPLES)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    left = []
+    for pid in (int(file.name) for file in pids.iterdir()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            left.append(pid)
+    assert len(list(pids.iterdir())) == 4
+    assert not left
 
 
 @pytest.mark.exhaustive

@@ -121,6 +121,25 @@ def test_jobs_on_one_host_have_ports_of_their_own(monkeypatch: pytest.MonkeyPatc
     assert steps[0] != steps[1]
 
 
+@pytest.mark.parametrize("names", [{}, {"PMIX_NAMESPACE": "prterun-n1-7@1"}])
+def test_mpirun_in_a_job_of_slurm(monkeypatch: pytest.MonkeyPatch, names: dict[str, str]) -> None:
+    """Open MPI's mpirun starts daemons by srun on the other nodes; only there a step is known."""
+    common = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+              "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7",
+              "SLURM_JOB_NODELIST": "n[1-2]", **names}  # fmt: skip
+    on_the_others = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n2"}
+    places = []
+    for rank, step in enumerate(({}, on_the_others)):
+        with monkeypatch.context() as patch:
+            for name in NAMES:  # also those that the rank before has set
+                patch.setenv(name, "")
+                patch.delenv(name)
+            completed(patch, OMPI_COMM_WORLD_RANK=str(rank), **common, **step)
+            places.append((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]))
+    assert places[0] == places[1]
+    assert places[0][0] == "n1"
+
+
 def test_options_of_the_wrapper(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["python", "-m", "mpi4py", "train.py", "-i", "3"]
     options = ["-i", "ml.p4d.24xlarge", "--allow-bypass", "--dry-run"]

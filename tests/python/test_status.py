@@ -216,6 +216,20 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert found["waits"][0]["where"] == "at the arrival for rank 1"
 
 
+def test_processes_that_are_named_twice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Process 1 is the launcher of 7, which has a group, and of 8, which has none."""
+    member = status.Member("g", "0" * 16, 0, 2, 7, "runs", 3, [])
+    monkeypatch.setattr(status, "_members", lambda pid: [member] if pid == 7 else [])
+    monkeypatch.setattr(status, "_has_board", lambda pid: pid == 8)
+    monkeypatch.setattr(status, "_descendants", lambda pid: [7, 8])
+    assert status.main(["1", "7", "8", "7", "1", "8"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("pid 7") == 1, text
+    assert text.count("process 8 has no group") == 1, text
+
+
 def test_ranges() -> None:
     assert ", ".join(spans([0, 1, 2, 5, 7, 8])) == "0-2, 5, 7-8"
 

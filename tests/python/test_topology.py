@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import textwrap
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -203,9 +204,27 @@ def _be_topology() -> None:
     programs.become(["-m", "smddp.topology", "--json"], dict(os.environ))
 
 
-def _job(layout: list[int]) -> Any:
+def _be_twins(folder: Path) -> None:
+    """Each rank is on a host of its own, and all hosts have one name; there is no numpy."""
+    os.environ.pop("SMDDP_PROVIDER", None)
+    boot_id = folder / os.environ["RANK"]
+    boot_id.write_text(os.environ["RANK"])
+    script = f"""
+    import torch
+    from pathlib import Path
+    from smddp import doctor, topology
+    def numpy(tensor, **options):
+        raise RuntimeError("Numpy is not available")
+    torch.Tensor.numpy = numpy
+    doctor._BOOT_ID = Path({str(boot_id)!r})
+    raise SystemExit(topology.main(["--json"]))
+    """
+    programs.become(["-c", textwrap.dedent(script)], dict(os.environ))
+
+
+def _job(layout: list[int], target: Any = _be_topology, *arguments: Any) -> Any:
     """Returns what rank 0 of a job prints as JSON; the other ranks print nothing."""
-    outcomes = ranks.run_ranks(_be_topology, "+".join(map(str, layout)))
+    outcomes = ranks.run_ranks(target, "+".join(map(str, layout)), *arguments)
     assert all(outcome.status == 0 for outcome in outcomes), outcomes
     assert not any(outcome.stdout for outcome in outcomes[1:])
     return json.loads(outcomes[0].stdout)
@@ -229,3 +248,11 @@ def test_a_job_on_one_host_uses_no_network() -> None:
     assert host["ranks"] == [0, 1]
     assert host["network"] == "no network: all ranks are on this host"
     assert not any(one["is_used"] for one in host["interfaces"])
+
+
+@pytest.mark.multiprocess
+def test_hosts_of_one_name(tmp_path: Path) -> None:
+    """They are not merged, and numpy, which torch does not require, is not needed."""
+    first, second = _job([2], _be_twins, tmp_path)["hosts"]
+    assert (first["ranks"], second["ranks"]) == ([0], [1])
+    assert first["name"] == second["name"]
