@@ -24,7 +24,7 @@ constexpr const char* kTag = "transport/tcp";
 constexpr int kEventsPerPoll = 64;
 // The read for the head of a shorter payload brings most of it along, and that is copied in any case.
 constexpr size_t kLeastPlaced = 4096;
-constexpr Nanoseconds kListenAgain = 1'000'000'000;
+constexpr std::chrono::seconds kListenAgain(1);
 
 // A numeric address for bind() and connect().
 class SocketAddress {
@@ -223,7 +223,7 @@ void TcpTransport::listen(bool on) {
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, listener_.get(), &event) != 0)
     raise(ErrorKind::Resource, "cannot watch a socket: {}", std::strerror(errno));
   isListening_ = on;
-  listenAgain_ = Deadline::after(clock_, kListenAgain);
+  listenAgain_ = std::chrono::steady_clock::now() + kListenAgain;
 }
 
 bool TcpTransport::dropSilent() {
@@ -337,7 +337,7 @@ size_t TcpTransport::receiveRest(const Link& lost, Sink& sink) {
 }
 
 size_t TcpTransport::poll(Sink& sink) {
-  if (!isListening_ && listenAgain_.passed(clock_)) listen(true);
+  if (!isListening_ && std::chrono::steady_clock::now() >= listenAgain_) listen(true);
   std::array<epoll_event, kEventsPerPoll> found;
   const int count = ::epoll_wait(epoll_.get(), found.data(), kEventsPerPoll, 0);
   bool hasCallers = false;

@@ -9,13 +9,13 @@
 // Threads, ownership and errors: those of Transport.
 #pragma once
 
+#include <chrono>
 #include <list>
 #include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
-#include "common/clock.h"
 #include "common/file_descriptor.h"
 #include "common/seal.h"
 #include "transport/tcp/connection.h"
@@ -108,11 +108,10 @@ class TcpTransport final : public Transport {
   size_t numStrangers_ = 0;  // links without a peer
   bool hasWarnedOfStrangers_ = false;
   bool hasWarnedOfDescriptors_ = false;
-  MonotonicClock clock_;
   // While the process has no descriptor for a connection that waits, its listener is not watched: epoll would report it
   // again and again.
   bool isListening_ = true;
-  Deadline listenAgain_;
+  std::chrono::steady_clock::time_point listenAgain_;
 };
 
 }  // namespace smddp::transport::tcp
