@@ -97,8 +97,8 @@ class Connection {
 
   FileDescriptor socket_;
   std::string failure_;
-  std::string
-      sendFailure_;  // nothing can be sent any more; failure_ when all that has arrived is received
+  // Why nothing can be sent any more. It becomes failure_ when all that has arrived is received.
+  std::string sendFailure_;
   std::deque<Outgoing> queue_;
   bool isWritable_ = true;
   bool isReadable_ = true;
