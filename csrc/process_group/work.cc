@@ -38,18 +38,17 @@ void Work::setOperations(std::vector<engine::CompletionPtr> completions) {
   completions_ = std::move(completions);
   // A profiler's range must end, and staged tensors must get their values, when the operation ends, not when somebody
   // asks.
-  const auto hooks = start_ != 0 ? call_.hooks : nullptr;
-  if (!recordFunctionEndCallback_ && !call_.staging.copiesBack() && !hooks) return;
-  whenDone([this, hooks] {
+  if (!recordFunctionEndCallback_ && !call_.staging.copiesBack() && start_ == 0) return;
+  whenDone([this] {
     settle();
     if (recordFunctionEndCallback_) c10d::Work::finish(exception());
-    if (hooks) report(*hooks);
+    if (start_ != 0) report();
   });
 }
 
-void Work::report(const Hooks& hooks) {
+void Work::report() {
   milliseconds_ = static_cast<float>(MonotonicClock().now() - start_) * 1e-6f;
-  if (firstError() == nullptr) hooks.completion.run(completionKey_, milliseconds_);
+  if (firstError() == nullptr) call_.hooks->completion.run(completionKey_, milliseconds_);
 }
 
 void Work::whenDone(std::function<void()> action) {
@@ -58,12 +57,17 @@ void Work::whenDone(std::function<void()> action) {
     return;
   }
   // The operations of a call may end in any order.
-  const auto left = std::make_shared<std::atomic<size_t>>(completions_.size());
-  const auto shared = std::make_shared<std::function<void()>>(std::move(action));
+  struct Rest {
+    c10::intrusive_ptr<Work> self;
+    std::function<void()> action;
+    std::atomic<size_t> left;
+  };
+  const auto rest =
+      std::make_shared<Rest>(c10::intrusive_ptr<Work>::unsafe_reclaim_from_nonowning(this),
+                             std::move(action), completions_.size());
   for (const auto& completion : completions_) {
-    const auto self = c10::intrusive_ptr<Work>::unsafe_reclaim_from_nonowning(this);
-    completion->then([self, left, shared] {
-      if (left->fetch_sub(1) == 1) (*shared)();
+    completion->then([rest] {
+      if (rest->left.fetch_sub(1) == 1) rest->action();
     });
   }
 }

@@ -93,7 +93,7 @@ class Work final : public c10d::Work {
   void settle();
   const Error* firstError() const;
   // Tells the hooks that the call has ended, if it has without an error.
-  void report(const Hooks& hooks);
+  void report();
   at::IValue futureValue() const;
   // After the last operation of the call.
   void finishFuture();
