@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
 from datetime import timedelta
 from pathlib import Path
 
@@ -88,6 +89,40 @@ def _stray(kind: str, culprit: int, folder: str) -> str:
     except dist.DistBackendError as error:
         return type(error).__name__
     return "no error"
+
+
+def _ask(port: int, question: str) -> dict[str, object]:
+    """Returns what a rank's worker server answers, as torch's debug server asks it."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/handler/{question}", method="POST")
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        found: dict[str, object] = json.load(answer)
+        return found
+
+
+def _health() -> list[dict[str, object]]:
+    dist.init_process_group("smddp", timeout=timedelta(seconds=20))
+    server = torch._C._distributed_c10d._WorkerServer("127.0.0.1", 0)
+    dist.all_reduce(torch.ones(4))
+    found = [_ask(server.port, "c10d_health_check")]
+    with pytest.raises(dist.DistBackendError):
+        dist.all_reduce(torch.ones(4 if dist.get_rank() == 0 else 8))
+    found.append(_ask(server.port, "c10d_health_check"))
+    assert _ask(server.port, "fr_trace_json?backend=smddp")["entries"]
+    server.shutdown()
+    return found
+
+
+def test_the_debug_server_hears_of_a_failure() -> None:
+    assert (
+        ranks.check_ranks(_health, "2")
+        == [
+            [
+                {"healthy": True, "unhealthy_backends": []},
+                {"healthy": False, "unhealthy_backends": ["smddp"]},
+            ]
+        ]
+        * 2
+    )
 
 
 # The analyzer takes what rank 2 did for right, and names those who did something else.
