@@ -470,12 +470,16 @@ std::vector<InFlight> Operations::inFlight() {
   for (const auto& state : tracks_) {
     if (state->phase != Phase::Idle) all.push_back(inFlightOf(*state));
   }
-  // An operation in the queue waits for those that run, and its deadline may be earlier than theirs.
-  TrackState* oldest = oldestInFlight();
-  if (oldest != nullptr && !pending_.empty() &&
-      pending_.front().deadline.passed(process_.clock())) {
-    all.push_back(inFlightOf(*oldest));
-    all.back().expired = pending_.front().request.timeout;
+  // An operation in the queue waits for those before it, and its deadline may be earlier than theirs.
+  if (TrackState* oldest = oldestInFlight()) {
+    const auto expired = std::ranges::find_if(
+        pending_, [now = process_.clock().now()](const Operation& operation) {
+          return operation.deadline.at <= now;
+        });
+    if (expired != pending_.end()) {
+      all.push_back(inFlightOf(*oldest));
+      all.back().expired = expired->request.timeout;
+    }
   }
   return all;
 }

@@ -191,6 +191,30 @@ TEST_P(FailureTest, WhoeverWillNotWaitLongerEndsItAsADeadlineDoes) {
   });
 }
 
+// Calls before it have longer time-outs, and so has one after it.
+TEST_P(FailureTest, ADeadlineHoldsForACallThatHasNotBegun) {
+  int size = 0;
+  for (const int ranks : GetParam()) size += ranks;
+  std::latch failed(size - 1);
+  runRanks(GetParam(), [&](RankContext& rank) {
+    if (rank.rank == rank.size - 1) return failed.wait();
+    Block data(400'000);
+    std::vector<CompletionPtr> calls;
+    for (int i = 0; i < 8; ++i) {
+      calls.push_back(
+          begin(rank.engine, *rank.group, allReduce(data.bytes()), i == 6 ? kShort : kLong));
+    }
+    for (const auto& call : calls) {
+      rank.engine.wait(*rank.group, *call);
+      EXPECT_TRUE(call->error());
+      if (!call->error()) continue;
+      EXPECT_THAT(call->error()->what(),
+                  HasSubstr(fmt::format("Timed out after {}.0 s", kSlowdown)));
+    }
+    failed.count_down();
+  });
+}
+
 TEST_P(FailureTest, NobodySendsNobodyReceives) {
   runRanks(GetParam(), [](RankContext& rank) {
     Block data(100);
