@@ -472,8 +472,8 @@ std::vector<InFlight> Operations::inFlight() {
   }
   // An operation in the queue waits for those before it, and its deadline may be earlier than theirs.
   if (TrackState* oldest = oldestInFlight()) {
-    const auto expired = std::ranges::find_if(
-        pending_, [now = process_.clock().now()](const Operation& operation) {
+    const auto expired =
+        std::ranges::find_if(pending_, [now = process_.clock().now()](const Operation& operation) {
           return operation.deadline.at <= now;
         });
     if (expired != pending_.end()) {

@@ -202,11 +202,17 @@ void Progress::runUnattendedWork() {
     runUntil([this] { return groups_.idle(); }, Waiter::ProgressThread);
   });
   if (mustLetGo(/*advanced=*/false)) threads_.keepOneIdle();
-  letGo();
+  letGoForContinuations();
   runContinuations();
 }
 
 void Progress::letGo() {
+  letGoForContinuations();
+  // Of an operation that has ended since this thread became the owner, or that another thread wanted to run just now.
+  if (hasContinuations_.load()) threads_.wakeOne();
+}
+
+void Progress::letGoForContinuations() {
   const bool isBusy = !groups_.idle();
   isBusy_.store(isBusy);
   // Freed at the end, when this thread is not the owner.
@@ -225,7 +231,7 @@ void Progress::letGo() {
     drainInbox();
     turn();
   });
-  letGo();
+  letGoForContinuations();
 }
 
 void Progress::handOver() {
@@ -238,7 +244,7 @@ bool Progress::runSomeContinuations() {
   if (!ownership_.tryAcquire()) return false;
   const auto ready = std::exchange(leftovers_.continuations, {});
   hasContinuations_.store(false);
-  letGo();
+  letGoForContinuations();
   for (const auto& action : ready) {
     try {
       action();

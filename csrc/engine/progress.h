@@ -84,14 +84,15 @@ class Progress {
   void advanceOnce();
   // The owner: after an action that may have ended operations. Else their groups would count as busy.
   void collectLeftovers() SMDDP_REQUIRES(ownership_);
-  // The owner: lets go, and frees memory of operations that have ended. What is left in flight goes to the progress
-  // thread, unless somebody waits or is about to.
+  // The owner, if it runs no continuations: lets go, and frees memory of operations that have ended. Continuations, and
+  // what is left in flight, go to the progress thread, unless somebody waits or is about to.
   void letGo() SMDDP_RELEASE(ownership_);
 
   // For progress threads: whether something is in flight that nobody waits for or runs, and to run it if so.
   bool hasUnattendedWork() const {
     return isBusy_.load() && !waiters_.any() && !ownership_.isTaken();
   }
+  bool hasContinuations() const { return hasContinuations_.load(); }
   void runUnattendedWork();
 
  private:
@@ -108,6 +109,8 @@ class Progress {
   template <typename Action>
   void guarded(const Action& action) SMDDP_REQUIRES(ownership_);
   void handOver();
+  // letGo() for a thread that runs continuations after it.
+  void letGoForContinuations() SMDDP_RELEASE(ownership_);
   bool runSomeContinuations();
 
   Ownership& ownership_;
@@ -132,7 +135,7 @@ bool Progress::tryRun(const Action& action) {
     drainInbox();
     action();
   });
-  letGo();
+  letGoForContinuations();
   runContinuations();
   return true;
 }

@@ -101,6 +101,7 @@ bool ProgressThreads::awaitWork() {
     // Published before we look for work. So either we see the work that a thread leaves at this moment, or that thread
     // sees whether it has to wake us.
     const bool polls = policy_.beginPoll();
+    if (progress_.hasContinuations()) break;
     if (progress_.hasUnattendedWork() && policy_.takesWork(polls)) break;
     changed_.waitUntil(lock,
                        polls ? std::chrono::steady_clock::now() + WaitPolicy::kParkedPoll : answer);

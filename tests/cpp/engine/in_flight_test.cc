@@ -199,6 +199,32 @@ TEST_P(InFlightTest, SubGroups) {
   });
 }
 
+// The thread that ends the operation runs no continuations: it has called the engine for something else, and takes the
+// operation up when it lets go.
+TEST(ContinuationTest, RunsSoonWhoeverEndsTheOperation) {
+  runRanks({1}, [](RankContext& rank) {
+    constexpr int kRounds = 20;
+    int late = 0;
+    for (int round = 0; round < kRounds; ++round) {
+      const auto completion = std::make_shared<engine::Completion>();
+      std::promise<void> ended;
+      completion->then([&] { ended.set_value(); });
+      rank.engine.call([&] {
+        std::thread([&] {
+          auto request = barrier();
+          request.timeout = kTimeout;
+          rank.engine.enqueue(*rank.group, std::move(request), completion);
+        }).join();
+      });
+      auto told = ended.get_future();
+      if (told.wait_for(std::chrono::milliseconds(50)) != std::future_status::ready) ++late;
+      told.wait();
+    }
+    // A progress thread looks every 250 ms, so without help four of five would be late.
+    EXPECT_LT(late, kRounds / 2);
+  });
+}
+
 // A continuation waits for an event that another continuation signals, as with torch's futures.
 TEST_P(InFlightTest, ContinuationsMayWaitForOneAnother) {
   runRanks(GetParam(), [](RankContext& rank) {
