@@ -154,11 +154,12 @@ void Engine::shutdown() {
 std::pair<std::shared_ptr<Group>, bootstrap::Introduction> Engine::beginGroup(
     const Group::Spec& spec) {
   requireUsable();
-  auto group = std::make_shared<Group>(*process_, spec);
+  std::shared_ptr<Group> group;
   bootstrap::Introduction mine;
   call([&] {
     if (groups_.hasLeftAll()) raise(ErrorKind::Usage, "smddp has been shut down");
     groups_.reap();
+    group = std::make_shared<Group>(*process_, spec);
     mine = process_->introduce(group->makeEntry());
   });
   return {group, mine};

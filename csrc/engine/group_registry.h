@@ -40,7 +40,8 @@ class GroupRegistry {
   // In the child of a fork, which has one thread and a copy of this: the groups that were not left, as a text such as
   // group "a", group "b".
   std::string namesInChild() const SMDDP_NO_THREAD_ANALYSIS;
-  // Frees the memory of groups that nobody can touch any more.
+  // Frees the memory of groups that nobody can touch any more. A mate may leave later than this rank, so this is called
+  // again and again.
   void reap();
   // Whether anything except receives is in flight: other ranks may need this one for it.
   bool hasOpenExceptReceives() const;

@@ -199,6 +199,8 @@ void Progress::runUnattendedWork() {
   guarded([this] {
     ownership_.assertOwned();
     if (process_->hasFabric() || groups_.checksIdleGroups()) checkHealth();
+    groups_.reap();
+    collectLeftovers();
     runUntil([this] { return groups_.idle(); }, Waiter::ProgressThread);
   });
   if (mustLetGo(/*advanced=*/false)) threads_.keepOneIdle();

@@ -343,6 +343,34 @@ TEST_P(FailureTest, DestroyWithOperationsInFlight) {
   });
 }
 
+// The process may go on for long without another call of the engine.
+TEST_P(FailureTest, MemoryOfAFailedCallIsFreedAfterTheGroupHasEnded) {
+  int size = 0;
+  for (const int ranks : GetParam()) size += ranks;
+  std::latch failed(size), freed(size);
+  runRanks(GetParam(), [&](RankContext& rank) {
+    auto data = std::make_shared<Block>(400'000);
+    const std::weak_ptr<Block> seen = data;
+    auto request = allReduce(data->bytes());
+    request.keepAlive = std::move(data);
+    if (rank.rank == 0) {
+      rank.engine.abort(*rank.group, "enough");
+    }
+    const auto call = begin(rank.engine, *rank.group, std::move(request), kLong);
+    rank.engine.wait(*rank.group, *call);
+    EXPECT_TRUE(call->error());
+    failed.arrive_and_wait();
+    rank.engine.destroyGroup(rank.group);
+    rank.group.reset();
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (!seen.expired() && std::chrono::steady_clock::now() < limit) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    EXPECT_TRUE(seen.expired());
+    freed.arrive_and_wait();
+  });
+}
+
 TEST_P(FailureTest, NothingWorksAfterDestroyOrShutdown) {
   runRanks(GetParam(), [](RankContext& rank) {
     Block data(100);
