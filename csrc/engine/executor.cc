@@ -16,6 +16,17 @@ using plan::Step;
 namespace {
 // Before a rank moves at least this many bytes, it wakes its sleeping mates (TeamBell).
 constexpr int64_t kLongMove = 4096;
+
+// A larger value would run into the number of the execution (Counter), and waits would end too early.
+void requireCountable(const Step& step, int64_t trips) {
+  if (step.op != Op::Signal && step.op != Op::Wait) return;
+  const int64_t most = std::max(step.value.at(0), step.value.at(trips - 1));
+  if (most < int64_t{1} << kValueBits) return;
+  raise(ErrorKind::Usage,
+        "this call has {} chunks, but ranks of a node can count 2^{} at most; raise "
+        "SMDDP_CHUNK_BYTES and SMDDP_FABRIC_CHUNK_BYTES",
+        most, kValueBits);
+}
 }  // namespace
 
 CachedPlan::CachedPlan(plan::Plan made)
@@ -63,6 +74,7 @@ CachedPlan::CachedPlan(plan::Plan made)
   const auto add = [&](const plan::Block& block) {
     for (uint32_t i = block.firstStep; i < block.firstStep + block.numSteps; ++i) {
       const Step& step = plan.steps[i];
+      requireCountable(step, block.trips);
       if (step.op == Op::Put) {
         putBytes += step.length * block.trips;
         putsStaging |= step.length > 0 && plan.source(step, 0).space == Space::Slot;
@@ -108,7 +120,6 @@ void Executor::start(const CachedPlan& cached, bool arrived) {
   cached_ = &cached;
   preambleNext_ = arrived ? cached.plan.preamble.numSteps : 0;
   positions_.assign(cached.plan.lanes.size(), {});
-  gathered_.clear();
   done_ = false;
   exchanged_ = 0;
   hasReceived_ = false;
@@ -157,6 +168,7 @@ bool Executor::advance() {
   // The sources of puts may be user memory: the operation ends when the network has let go of them.
   if (finished && flushed()) {
     done_ = true;
+    gathered_.clear();
     advanced = true;
   }
   return advanced;
@@ -454,7 +466,7 @@ bool Executor::put(const Step& step, uint32_t stepIndex, int64_t trip) {
   if (step.length > 0) {
     payload = payloadOf(step, trip);
     if (payload.size() < static_cast<size_t>(step.length)) {
-      if (!channel.ends->send->isOpen()) return false;
+      if (!channel.ends->send->hasCredit()) return false;
       auto& whole = gathered_.emplace_back(static_cast<size_t>(step.length));
       gather(step.firstRef, trip, 0, whole);
       payload = transport::Bytes(whole);

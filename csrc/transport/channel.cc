@@ -22,8 +22,7 @@ bool SendChannel::put(uint64_t number, Payload payload, const CallFingerprint& c
           "must be the same on all ranks.",
           toString(key_), payload.size(), key_.destination, slotBytes_);
   }
-  // A grant can come before the completions of its puts. The second bound makes sure that done_ has room for them.
-  if (sent_ - released_ >= window_ || sent_ - flushed_ >= window_) return false;
+  if (!hasCredit()) return false;
 
   PutHeader header;
   header.length = static_cast<uint32_t>(payload.size());

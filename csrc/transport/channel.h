@@ -53,6 +53,9 @@ class SendChannel {
   PeerId peer() const { return peer_; }
   // True when the receiver has told where its window lies.
   bool isOpen() const { return window_ != 0; }
+  // Whether the receiver has room for one more message. A grant can come before the completions of its puts. The second
+  // bound makes sure that done_ has room for them.
+  bool hasCredit() const { return sent_ - released_ < window_ && sent_ - flushed_ < window_; }
   // The longest payload that the receiver takes; valid if isOpen().
   int64_t slotBytes() const { return slotBytes_; }
   uint64_t sent() const { return sent_; }

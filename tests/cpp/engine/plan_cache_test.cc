@@ -75,5 +75,23 @@ TEST_F(PlanCacheTest, OnePlanIsKeptWithoutAnyRoom) {
   EXPECT_EQ(none.size(), 1u);
 }
 
+// 2^24 chunks of 64 bytes are 1 GiB.
+TEST_F(PlanCacheTest, MoreChunksThanCountersHoldAreRefused) {
+  const plan::Limits small{.chunkBytes = 64, .fabricChunkBytes = 64, .messageBytes = 64};
+  for (const auto& nodes : {std::vector<std::string>{"a", "a"}, {"a", "a", "b"}}) {
+    const auto topology = plan::Topology::fromNames(nodes, 0);
+    PlanCache cache(topology, small, "");
+    EXPECT_NO_THROW(cache.get(sum(1 << 20)));
+    try {
+      cache.get(sum(1 << 29));
+      FAIL() << nodes.size();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::Usage);
+      EXPECT_NE(std::string(error.what()).find("raise SMDDP_CHUNK_BYTES"), std::string::npos)
+          << error.what();
+    }
+  }
+}
+
 }  // namespace
 }  // namespace smddp::engine
