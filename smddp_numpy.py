@@ -23,9 +23,12 @@ import ctypes
 import enum
 import importlib.util
 import itertools
+import math
+import numbers
 import operator
 import os
 import threading
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -116,9 +119,9 @@ _TYPES = [
 ]
 _ALLREDUCE, _BROADCAST, _ALLGATHER, _REDUCE_SCATTER, _BARRIER = range(5)
 _REDUCE, _GATHER, _SCATTER, _ALLTOALL = range(5, 9)
-# Seconds between looks at Ctrl-C. Less than 100 ms, after which a wait calls `_is_interrupted`: on
-# the main thread Python would raise KeyboardInterrupt in it, where nobody sees it.
-_SLICE = 0.05
+# Seconds between looks at Ctrl-C. Far less than 50 ms, after which a wait calls `_is_interrupted`:
+# on the main thread Python would raise KeyboardInterrupt in it, where nobody sees it.
+_SLICE = 0.02
 
 _Release = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _Check = ctypes.CFUNCTYPE(ctypes.c_int)
@@ -302,8 +305,7 @@ class Work:
             Error: what has ended the operation; one of its subclasses.
         """
         try:
-            while (status := _library.wait(self._operation, _SLICE)) == _PENDING:
-                pass
+            status = self._status(math.inf)
         except BaseException:
             # The other ranks wait for this one.
             self._group.abort("a wait was interrupted")
@@ -313,7 +315,18 @@ class Work:
 
     def is_completed(self, seconds: float = 0.0) -> bool:
         """Returns whether the operation has ended, well or not; waits at most so many seconds."""
-        return bool(_library.wait(self._operation, seconds) != _PENDING)
+        if not 0 <= _number(seconds, "a time to wait") < math.inf:
+            raise ValueError(f"smddp: a wait of {seconds} seconds; it must be 0 or more, and end")
+        return self._status(float(seconds)) != _PENDING
+
+    def _status(self, seconds: float) -> int:
+        """Waits at most so many seconds, and lets Python's signal handlers run meanwhile."""
+        end = time.monotonic() + seconds
+        while True:
+            left = end - time.monotonic()
+            status = int(_library.wait(self._operation, min(max(left, 0.0), _SLICE)))
+            if status != _PENDING or left <= 0:
+                return status
 
     def source(self) -> int:
         """Returns the rank from which a message was received."""
@@ -519,6 +532,7 @@ class Group:
 
     def abort(self, reason: str = "the program called abort()") -> None:
         """Ends everything in flight on the group, on all ranks."""
+        _require_text(reason, "a reason")
         _raise(_library.abort(self._use(), reason.encode()))
 
     def leave(self) -> None:
@@ -588,9 +602,20 @@ class Group:
 def _seconds(timeout: float | None) -> float:
     if timeout is None:
         return 0.0
-    if not timeout > 0:
+    if not _number(timeout, "a timeout") > 0:
         raise ValueError(f"smddp: a timeout of {timeout} seconds; it must be more than 0")
     return float(timeout)
+
+
+def _number(value: Any, what: str) -> float:
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"smddp: {what} is a number of seconds, not {value!r}")
+    return float(value)
+
+
+def _require_text(value: Any, what: str) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"smddp: {what} is a string, not {value!r}")
 
 
 def _op(op: Any) -> int:
@@ -603,18 +628,29 @@ def _op(op: Any) -> int:
         ) from None
 
 
-def _whole(number: Any) -> int:
+def _whole(number: Any, what: str = "a rank or a tag") -> int:
     """Returns an integer that C can take, which would drop the bits that are too many."""
     try:
         value = operator.index(number)
     except TypeError:
-        raise TypeError(f"smddp: {number!r} is no integer: a rank or a tag is one") from None
+        raise TypeError(f"smddp: {number!r} is no integer: {what} is one") from None
     if not -(2**31) <= value < 2**31:
-        raise ValueError(f"smddp: {value} is too large for a rank or a tag")
+        raise ValueError(f"smddp: {value} is too large for {what}")
     return value
 
 
+def _variable(name: str, default: int) -> int:
+    """Returns the integer that an environment variable holds."""
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"smddp: {name}={text!r} in the environment is no integer") from None
+
+
 def _array(value: Any) -> np.ndarray[Any, Any]:
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError("smddp: a mask cannot be communicated: give array.filled(value)")
     if isinstance(value, np.ndarray):
         return value
     if hasattr(value, "__dlpack__"):
@@ -714,12 +750,14 @@ def init(
         timeout: seconds that this rank waits for the others, here and in each operation.
 
     Raises:
-        ValueError: the arguments or the environment make no sense.
+        ValueError, TypeError: the arguments or the environment make no sense.
         Error: the ranks have not come, or cannot work together.
     """
     smddp_launch.complete_from_launcher()
-    size = int(os.environ.get("WORLD_SIZE", "1")) if size is None else size
-    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+    size = _variable("WORLD_SIZE", 1) if size is None else size
+    rank = _variable("RANK", 0) if rank is None else rank
+    whole = _whole(rank, "a rank"), _whole(size, "a number of ranks")
+    seconds = _number(timeout, "a timeout")
     if host is None:
         if not smddp_launch.complete_rendezvous():
             raise ValueError(f"smddp: {smddp_launch.UNKNOWN_HOST}")
@@ -727,9 +765,9 @@ def init(
     if port is None:
         name = f"{host}:{os.environ.get('MASTER_PORT', '')}"
         port = 20000 + zlib.crc32(name.encode()) % 8192 if size > 1 else 0
+    port = _whole(port, "a port")
+    _require_text(host, "a host")
     made = ctypes.c_void_p()
     where = host.encode()
-    _interruptible(
-        lambda: _raise(_library.join(where, port, rank, size, timeout, ctypes.byref(made)))
-    )
+    _interruptible(lambda: _raise(_library.join(where, port, *whole, seconds, ctypes.byref(made))))
     return Group(made, rank, size)

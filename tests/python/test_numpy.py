@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -270,6 +271,10 @@ def misuse() -> None:
             "ValueError: smddp: 4294967296 is too large",
         ),
         (lambda: world.barrier(timeout=0), "ValueError: smddp: a timeout of 0 seconds"),
+        (lambda: world.barrier(timeout="5"), "TypeError: smddp: a timeout is a number of seconds"),
+        (lambda: world.allreduce(np.ma.masked_array(x, x > 0)), "TypeError: smddp: a mask cannot"),
+        (lambda: world.broadcast(np.ma.masked_array(x), 0), "TypeError: smddp: a mask cannot"),
+        (lambda: world.abort(None), "TypeError: smddp: a reason is a string, not None"),
         (lambda: world.split([0, 0]), "ValueError: smddp: a rank is named twice"),
         (lambda: world.split([9]), "ValueError: smddp: 9 is no rank of a group of 2"),
     ]:
@@ -326,6 +331,65 @@ def test_ctrl_c_ends_a_wait() -> None:
     _, text = ranks.check_ranks(interrupted, "2")
     assert text.startswith("AbortedError: smddp: ")
     assert time.monotonic() - began < 20
+
+
+def asking() -> None:
+    world = smddp_numpy.init()
+    if world.rank:
+        world.barrier()
+        world.send(np.ones(4), 0)
+        return
+    work = world.receive(np.zeros(4), 1, wait=False)
+    for seconds in (math.inf, math.nan, -1.0):
+        with pytest.raises(ValueError, match="it must be 0 or more, and end"):
+            work.is_completed(seconds)
+    with pytest.raises(TypeError, match="a time to wait is a number of seconds, not 'a'"):
+        work.is_completed("a")
+    assert not work.is_completed()
+    began = time.monotonic()
+    assert not work.is_completed(0.3)
+    assert 0.3 <= time.monotonic() - began < 10
+
+    def stop(*_: object) -> None:
+        raise InterruptedError("the program's own")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    with pytest.raises(InterruptedError, match="the program's own"):
+        work.is_completed(60)
+    # The operation goes on, and the group is whole.
+    world.barrier()
+    while not work.is_completed(1):
+        pass
+    assert work.wait().tolist() == [1, 1, 1, 1]
+
+
+def test_a_question_waits_as_long_as_it_says_and_hears_signals() -> None:
+    ranks.check_ranks(asking, "2")
+
+
+def arguments_of_init() -> None:
+    for arguments, text in [
+        ({"port": "29600"}, "TypeError: smddp: '29600' is no integer: a port is one"),
+        ({"port": 2**32}, "ValueError: smddp: 4294967296 is too large for a port"),
+        ({"rank": 2**32}, "ValueError: smddp: 4294967296 is too large for a rank"),
+        ({"size": 1.0}, "TypeError: smddp: 1.0 is no integer: a number of ranks is one"),
+        ({"timeout": "5"}, "TypeError: smddp: a timeout is a number of seconds, not '5'"),
+        ({"timeout": None}, "TypeError: smddp: a timeout is a number of seconds, not None"),
+        ({"host": 5}, "TypeError: smddp: a host is a string, not 5"),
+    ]:
+        found = message_of(lambda given=arguments: smddp_numpy.init(**given))
+        assert found.startswith(text), found
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ[name] = "x"
+        found = message_of(smddp_numpy.init)
+        assert found.startswith(f"ValueError: smddp: {name}='x' in the environment"), found
+        del os.environ[name]
+    assert smddp_numpy.init().size == 1
+
+
+def test_wrong_arguments_of_init() -> None:
+    ranks.check_ranks(arguments_of_init, "1")
 
 
 def alone() -> None:
