@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,9 +74,12 @@ def parse_bytes(text: str) -> int:
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
     if found is None or found[2] not in _UNITS:
         raise ValueError(f"{text!r} is not a number of bytes; write it like 25MiB or 4096")
-    size = float(found[1]) * _UNITS[found[2]]
-    if size != int(size):
+    # Exact: a float of 2^53 and more has no room for each whole number.
+    size = Fraction(found[1]) * _UNITS[found[2]]
+    if size.denominator != 1:
         raise ValueError(f"{text!r} is not a whole number of bytes")
+    if size >= 2**63:
+        raise ValueError(f"{text[:40]!r} is more than any tensor has: 2^63 - 1 bytes")
     return int(size)
 
 

@@ -88,7 +88,8 @@ class _Rank:
         if case.algorithm:
             collective = self._run.workload.tasks[0][0].collective
             algorithm = f"{tune.NAMES[collective]}/{case.algorithm}"
-        return TorchContender(case.backend, case.memory, algorithm, case.wire)
+        spans_nodes = max(self._nodes) > 0
+        return TorchContender(case.backend, case.memory, algorithm, case.wire, spans_nodes)
 
     def _description(self) -> str:
         groups = [c.group for case, c in self._contenders.items() if isinstance(c, TorchContender)

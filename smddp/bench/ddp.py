@@ -24,6 +24,7 @@ from smddp.bench.launch import (
     is_rank,
     launch,
     layout_of,
+    require_own_backends,
     require_positive,
 )
 from smddp.bench.models import MODELS, Trainee, sleeper
@@ -143,6 +144,7 @@ def _check(options: argparse.Namespace) -> list[int]:
     Raises:
         ValueError: an option is invalid.
     """
+    require_own_backends()
     options.models, options.backends = options.models.split(","), options.backends.split(",")
     for asked, known, name in (
         (options.models, list(MODELS), "--models"),

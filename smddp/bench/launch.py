@@ -64,6 +64,18 @@ def layout_of(ranks: int | None, nodes: str | None) -> list[int]:
     return layout
 
 
+def require_own_backends() -> None:
+    """Refuses an environment in which groups of gloo would be groups of smddp.
+
+    Raises:
+        ValueError: SMDDP_INSTEAD_OF is set.
+    """
+    if asked := os.environ.get("SMDDP_INSTEAD_OF"):
+        raise ValueError(
+            f"unset SMDDP_INSTEAD_OF={asked}: with it, the rows of gloo would measure smddp"
+        )
+
+
 def require_positive(options: argparse.Namespace, *names: str) -> None:
     """Checks that options are positive numbers.
 

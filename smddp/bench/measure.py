@@ -127,15 +127,17 @@ class Bench:
             for place in PLACES
             if (timing := row.timing(place)) is not None
         ]
-        calls = [self._calls_per_round(row, place) for row, place, _ in turns]
+        rounds = [self._calls_of_rounds(row, place) for row, place, _ in turns]
         # Calls to warm up, which do not count: as many as a round for the first task, because the
         # machine was idle; a tenth of a round for the others.
         share = 1 if self._cold else 10
         self._cold = False
-        for (row, place, _), number in zip(turns, calls, strict=True):
-            self._contenders[row.case].time(place, -(-number // share))
-        for _ in range(self._workload.rounds):
+        for (row, place, _), (first, *_) in zip(turns, rounds, strict=True):
+            self._contenders[row.case].time(place, -(-first // share))
+        for calls in zip(*rounds, strict=True):
             for (row, place, timing), number in zip(turns, calls, strict=True):
+                if number == 0:
+                    continue
                 times = self._contenders[row.case].time(place, number)
                 timing.microseconds += times
                 timing.rounds.append(statistics.median(times))
@@ -170,10 +172,16 @@ class Bench:
             timing.wrong = (timing.wrong or 0) + wrong
         timing.error = self._contenders[row.case].error
 
-    def _calls_per_round(self, row: Measurement, place: str) -> int:
+    def _calls_of_rounds(self, row: Measurement, place: str) -> list[int]:
+        rounds = self._workload.rounds
         if self._workload.iterations is not None:
-            return max(1, self._workload.iterations // self._workload.rounds)
+            return spread(self._workload.iterations, rounds)
         # time() returns the same on all ranks, so all ranks compute the same number.
         median = statistics.median(self._contenders[row.case].time(place, _TRIAL_CALLS))
-        calls = int(self._workload.seconds * 1e6 / max(median, 1.0) / self._workload.rounds)
-        return max(2, min(calls, _MAX_CALLS))
+        calls = int(self._workload.seconds * 1e6 / max(median, 1.0) / rounds)
+        return [max(2, min(calls, _MAX_CALLS))] * rounds
+
+
+def spread(total: int, rounds: int) -> list[int]:
+    """Returns how many of `total` calls each round has: 7 in 5 rounds are [2, 2, 1, 1, 1]."""
+    return [total // rounds + (number < total % rounds) for number in range(rounds)]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from smddp.bench import mpi, plot, tune
 from smddp.bench.contender import PLACES
-from smddp.bench.launch import DEFAULT_RANKS, layout_of, require_positive
+from smddp.bench.launch import DEFAULT_RANKS, layout_of, require_own_backends, require_positive
 from smddp.bench.measure import Case, Workload
 from smddp.bench.operations import BITWISE, OPERATIONS, Task
 from smddp.bench.table import BOUND
@@ -347,6 +347,7 @@ def parse(options: argparse.Namespace, ranks: int | None) -> Run:
         ValueError: an argument is invalid; the text is one sentence.
     """
     left_out: list[str] = []
+    require_own_backends()
     layout = layout_of(options.ranks, options.nodes)
     ranks = ranks or sum(layout)
     if not 0 <= options.root < ranks:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import smddp
+from smddp.bench.measure import spread
 from smddp.bench.models import Trainee
 from smddp.bench.torch_calls import encoding_error
 
@@ -231,6 +232,8 @@ def _check_first_step(contenders: Sequence[_Contender]) -> list[bool | None]:
 
 
 def _time(contender: _Contender, steps: int) -> list[float]:
+    if steps == 0:
+        return []
     dist.barrier()
     times = []
     for _ in range(steps):
@@ -279,8 +282,8 @@ def measure(name: str, make: Callable[[], Trainee], amount: Amount) -> list[Row]
     ]
     # The first steps allocate memory; the time of the third one determines the number of steps.
     steps = [_steps(amount, _time(c, 3)[-1]) for c in contenders]
-    for _ in range(_ROUNDS):
-        for contender, row, count in zip(contenders, rows, steps, strict=True):
+    for counts in zip(*steps, strict=True):
+        for contender, row, count in zip(contenders, rows, counts, strict=True):
             row.milliseconds += _time(contender, count)
     for contender, row in zip(contenders, rows, strict=True):
         if contender.synchronised and amount.parallel == "ddp":
@@ -288,7 +291,8 @@ def measure(name: str, make: Callable[[], Trainee], amount: Amount) -> list[Row]
     return rows
 
 
-def _steps(amount: Amount, milliseconds: float) -> int:
+def _steps(amount: Amount, milliseconds: float) -> list[int]:
+    """Returns the number of steps of each round."""
     if amount.steps is not None:
-        return int(max(1, amount.steps // _ROUNDS))
-    return max(1, int(amount.seconds * 1e3 / milliseconds / _ROUNDS))
+        return spread(amount.steps, _ROUNDS)
+    return [max(1, int(amount.seconds * 1e3 / milliseconds / _ROUNDS))] * _ROUNDS

@@ -89,9 +89,17 @@ class TorchContender:
         memory: "ordinary", "communication" for tensors from smddp.empty(), or "gpu".
         algorithm: of smddp, as in statistics() ("allreduce/ring"); empty: smddp chooses.
         wire: of smddp, as in GroupOptions; empty: its setting.
+        spans_nodes: whether the ranks are on several nodes.
     """
 
-    def __init__(self, backend: str, memory: str, algorithm: str = "", wire: str = "") -> None:
+    def __init__(
+        self,
+        backend: str,
+        memory: str,
+        algorithm: str = "",
+        wire: str = "",
+        spans_nodes: bool = False,
+    ) -> None:
         if backend == "fake":
             # The import registers the backend.
             importlib.import_module("torch.testing._internal.distributed.fake_pg")
@@ -103,7 +111,8 @@ class TorchContender:
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         self.group = group
         self._algorithm = algorithm
-        self._step = encoding_error(wire) if backend == "smddp" else 0.0
+        self._encoding = encoding_error(wire) if backend == "smddp" and spans_nodes else 0.0
+        self._step = 0.0  # the error of one encoding of the current task; 0: nothing is encoded
         self.error: float | None = None
         self._moves_data = backend != "fake"
         self._communication = memory == "communication"
@@ -119,6 +128,8 @@ class TorchContender:
         self.error = None
         self._buffers.clear()  # free them before new ones are allocated
         self._task = task
+        is_sum = task.operation.reduces and task.op in ("sum", "avg")
+        self._step = self._encoding if is_sum and task.dtype == "float" else 0.0
         for place in PLACES:
             if place == "in_place" and not task.operation.in_place:
                 continue
@@ -270,7 +281,7 @@ class TorchContender:
         largest = max(float(right.abs().max()), sys.float_info.min)
         contributions = torch.tensor(data, dtype=torch.float64).abs().max()
         dist.all_reduce(contributions)
-        errors = (out - right).abs()
+        errors = (out.cpu() - right).abs()
         found = errors.max() / largest
         dist.all_reduce(found, dist.ReduceOp.MAX)
         self.error = max(self.error or 0.0, float(found))

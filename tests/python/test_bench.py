@@ -206,6 +206,15 @@ def test_bad_arguments_are_one_sentence(
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("what", [[], ["ddp"]])
+def test_gloo_must_be_gloo(
+    what: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SMDDP_INSTEAD_OF", "gloo")
+    assert main(what) == 2
+    assert "unset SMDDP_INSTEAD_OF=gloo: with it, the rows of gloo" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("asked", ["--ranks=4", "--nodes=2x2"])
 @pytest.mark.parametrize("what", [[], ["ddp"]])
 def test_a_launcher_decides_how_many_ranks(

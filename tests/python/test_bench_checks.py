@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import ranks
 import torch.distributed as dist
@@ -79,17 +81,20 @@ def test_a_backend_that_does_nothing_is_noticed(place: str) -> None:
         assert found.count(None) == (1 if place == "out_of_place" else 0)
 
 
-def _damage_encoded(wire: str) -> tuple[int | None, float | None, int | None]:
+def _damage_encoded(
+    wire: str, task: Task, by: float = 0.1
+) -> tuple[int | None, float | None, int | None]:
     dist.init_process_group("smddp")
-    contender = TorchContender("smddp", "ordinary", wire=wire)
-    contender.prepare(Task("allreduce", 10_000))
+    spans_nodes = os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]
+    contender = TorchContender("smddp", "ordinary", wire=wire, spans_nodes=spans_nodes)
+    contender.prepare(task)
     before, error = contender.wrong("in_place", shift=0), contender.error
     call, (_, out) = contender._calls["in_place"], contender._buffers["in_place"]
 
     def damaging() -> None:
         call()
         if dist.get_rank() == 0:
-            out[17] += 0.1 * out.abs().max()
+            out[17] = (out[17] + by * out.abs().max()).to(out.dtype)
 
     contender._calls["in_place"] = damaging
     after = contender.wrong("in_place", shift=0)
@@ -99,9 +104,25 @@ def _damage_encoded(wire: str) -> tuple[int | None, float | None, int | None]:
 
 @pytest.mark.multiprocess
 def test_encoded_results_may_be_rounded_but_not_wrong() -> None:
-    for before, error, after in ranks.check_ranks(_damage_encoded, "1+1", "int8"):
+    sum_of_floats = Task("allreduce", 10_000)
+    for before, error, after in ranks.check_ranks(_damage_encoded, "1+1", "int8", sum_of_floats):
         assert (before, after) == (0, 1)
         assert error is not None
         assert 0 < error < 0.01
-    for before, error, after in ranks.check_ranks(_damage_encoded, "1+1", "fp32"):
+    for before, error, after in ranks.check_ranks(_damage_encoded, "1+1", "fp32", sum_of_floats):
         assert (before, error, after) == (0, None, 1)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("layout", "task"),
+    [
+        ("2", Task("allreduce", 10_000)),
+        ("1+1", Task("broadcast", 10_000)),
+        ("1+1", Task("allreduce", 10_000, dtype="int64")),
+        ("1+1", Task("allreduce", 10_000, op="max")),
+    ],
+)
+def test_what_is_not_encoded_is_checked_exactly(layout: str, task: Task) -> None:
+    for found in ranks.check_ranks(_damage_encoded, layout, "int8", task, 0.02):
+        assert found == (0, None, 1)

@@ -82,6 +82,19 @@ def test_every_size_begins_warm() -> None:
     assert len(first.microseconds) == len(second.microseconds) == 100
 
 
+@pytest.mark.parametrize(
+    ("asked", "blocks"), [(9, [2, 2, 2, 2, 1]), (3, [1, 1, 1]), (20, [4, 4, 4, 4, 4])]
+)
+def test_as_many_calls_as_asked_for(asked: int, blocks: list[int]) -> None:
+    contender = _CountingContender()
+    tasks = [(Task("allreduce", 2), 8)]
+    bench = Bench(Workload(tasks, iterations=asked), {Case("gloo"): contender}, 2)
+    ((row,),) = bench.run()
+    assert contender.blocks[2:] == blocks
+    assert row.in_place is not None
+    assert len(row.in_place.microseconds) == asked
+
+
 def _machine(folder: Path, *cpulists: str) -> Path:
     """Writes the files with which the kernel describes NUMA nodes."""
     folder.mkdir()

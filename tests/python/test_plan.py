@@ -21,13 +21,17 @@ from smddp import plan
         ("2GiB", 2 << 30),
         ("128M", 128 << 20),
         ("1 gb", 10**9),
+        ("9007199254740993", 2**53 + 1),
+        (str(2**63 - 1), 2**63 - 1),
     ],
 )
 def test_bytes(text: str, size: int) -> None:
     assert plan.parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "1e3", "1.5", "3 parsecs", "0x10"])
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "-1", "1e3", "1.5", "3 parsecs", "0x10", str(2**63), "9" * 400]
+)
 def test_no_bytes(text: str) -> None:
     with pytest.raises(ValueError, match="bytes"):
         plan.parse_bytes(text)
