@@ -89,8 +89,9 @@ def _change_init_process_group(dist: Any, replaced: str) -> None:
                 prepare_rendezvous(given.get("rank", -1), given.get("world_size", -1))
         return original(*args, **kwargs)
 
-    dist.init_process_group = init_process_group
-    dist.distributed_c10d.init_process_group = init_process_group
+    for module in (dist, dist.distributed_c10d, dist.device_mesh):
+        if getattr(module, "init_process_group", None) is original:
+            module.init_process_group = init_process_group
 
 
 def _change_groups(dist: Any, replaced: str) -> None:

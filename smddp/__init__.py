@@ -8,8 +8,10 @@ backends by itself (entry points of the group ``torch.backends``) the import is 
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -71,14 +73,23 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     """
     shape: list[int] = []
     for extent in size:
-        shape.extend([extent] if isinstance(extent, int) else extent)
+        try:
+            shape.append(operator.index(extent))  # type: ignore[arg-type]
+        except TypeError:
+            shape.extend(extent)  # type: ignore[arg-type]
     tensor: torch.Tensor = _load.load().empty(shape, dtype or torch.get_default_dtype())
     return tensor
 
 
 def _backend_of(group: dist.ProcessGroup | None) -> ProcessGroup:
     group = group or dist.distributed_c10d._get_default_group()
-    backend = group._get_backend(torch.device("cpu"))
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError("this rank is not in the group")
+    backend: Any = None
+    with contextlib.suppress(RuntimeError):  # there is none for CPU tensors
+        backend = group._get_backend(torch.device("cpu"))
+    # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps each backend.
+    backend = getattr(backend, "wrapped_pg", backend)
     if not hasattr(backend, "statistics"):
         raise ValueError(f'the group does not use backend "{BACKEND_NAME}" for CPU tensors')
     return cast("ProcessGroup", backend)

@@ -192,7 +192,7 @@ import torch
 import torch.distributed as dist
 
 assert "RANK" not in os.environ
-dist.init_process_group({backend!r})
+{begin}
 ones = torch.ones(3)
 dist.all_reduce(ones)
 print(os.environ["LOCAL_RANK"], os.environ["SMDATAPARALLEL_LOCAL_RANK"], ones.tolist())
@@ -201,11 +201,18 @@ dist.destroy_process_group()
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("backend", ["smddp", "cpu:smddp,cuda:gloo"])
+@pytest.mark.parametrize(
+    ("begin", "instead_of"),
+    [
+        ("dist.init_process_group('smddp')", ""),
+        ("dist.init_process_group('cpu:smddp,cuda:gloo')", ""),
+        ("dist.init_device_mesh('cpu', (2,))", "gloo"),
+    ],
+)
 @pytest.mark.costly
-def test_a_bare_mpirun(backend: str, installed: str, tmp_path: Path) -> None:
+def test_a_bare_mpirun(begin: str, instead_of: str, installed: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(_TRAIN.format(backend=backend))
+    script.write_text(_TRAIN.format(begin=begin))
     environments = [
         environment(
             **{
@@ -213,6 +220,7 @@ def test_a_bare_mpirun(backend: str, installed: str, tmp_path: Path) -> None:
                 "OMPI_COMM_WORLD_RANK": rank,
                 "OMPI_COMM_WORLD_LOCAL_RANK": rank,
                 "PMIX_NAMESPACE": str(tmp_path),
+                "SMDDP_INSTEAD_OF": instead_of,
                 "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
                 "PYTHONPATH": installed,
                 "OMP_NUM_THREADS": "1",

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import ranks
 import torch
@@ -153,6 +154,8 @@ def _own_tensors() -> None:
     assert tensor.dtype == torch.float32
     assert smddp.empty(2, 3, dtype=torch.int64).shape == (2, 3)
     assert smddp.empty((2, 3)).shape == (2, 3)
+    assert smddp.empty(np.int64(2), torch.tensor(3)).shape == (2, 3)
+    assert smddp.empty(np.array([2, 3])).shape == (2, 3)
     assert smddp.empty(0).numel() == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the failure must not look like a lack of memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Callable
@@ -255,6 +256,29 @@ def _other_backend() -> str:
 def test_statistics_of_another_backend() -> None:
     for text in ranks.check_ranks(_other_backend, "2"):
         assert 'does not use backend "smddp"' in text
+
+
+def _inspected() -> list[str]:
+    """Asks groups of several kinds for their statistics; returns the errors."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers "fake"
+    errors = []
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
+    with ranks.job():
+        dist.all_reduce(torch.ones(3))
+        assert any(name.startswith("allreduce/") for name in smddp.statistics())
+        assert "rank" in smddp.describe()
+        for group in (dist.new_group([0]), dist.new_group(backend="cuda:fake")):
+            try:
+                smddp.statistics(group)
+            except ValueError as error:
+                errors.append(str(error))
+    return errors
+
+
+def test_statistics_of_wrapped_and_other_groups() -> None:
+    other = 'the group does not use backend "smddp" for CPU tensors'
+    assert ranks.check_ranks(_inspected, "2") == [[other], ["this rank is not in the group", other]]
 
 
 def _bad_setting() -> str:
