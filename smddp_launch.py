@@ -56,7 +56,7 @@ _PORTS = range(20000, 28192)  # below the kernel's range of ephemeral ports
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 UNKNOWN_HOST = (
     "the job has several hosts, and nothing says where rank 0 is: "
-    "set MASTER_ADDR, for instance by mpirun -x MASTER_ADDR=host"
+    "set MASTER_ADDR, for instance by mpirun -x MASTER_ADDR=host (MPICH: -genv MASTER_ADDR host)"
 )
 
 _REPLACEABLE = ("gloo", "mpi")
@@ -104,6 +104,9 @@ def complete_rendezvous(port: int | None = None) -> bool:
 
     Returns:
         False if nothing tells the host of rank 0; then nothing is set.
+
+    Raises:
+        ValueError: a variable of the launcher is wrong.
     """
     if "MASTER_ADDR" not in os.environ:
         host = _host_of_rank_0()
@@ -127,7 +130,7 @@ def prepare_rendezvous(rank: int = -1, size: int = -1) -> None:
         size: the same for world_size.
 
     Raises:
-        ValueError: the job has several hosts, and nothing tells that of rank 0.
+        ValueError: the job has several hosts, and nothing tells that of rank 0, or wrongly.
     """
     complete_from_launcher()
     found = [int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE")]
@@ -147,7 +150,15 @@ def _host_of_rank_0() -> str | None:
     if os.environ.get("SM_HOSTS"):
         import json
 
-        hosts = json.loads(os.environ["SM_HOSTS"])
+        try:
+            hosts = json.loads(os.environ["SM_HOSTS"])
+        except ValueError:
+            hosts = None
+        if not isinstance(hosts, list):
+            raise ValueError(
+                f"SM_HOSTS={os.environ['SM_HOSTS']}: expects a list of hosts as JSON, such as "
+                '["algo-1", "algo-2"]'
+            )
         if hosts:
             return str(hosts[0])
     names = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")

@@ -36,6 +36,9 @@ def start_ranks(
         command: what each rank runs.
         port: where rank 0 makes torch's store.
         output: where output and errors go, such as subprocess.PIPE; None: where this process's go.
+
+    Raises:
+        OSError: one cannot be started; then none runs.
     """
     # If a torchrun has started this process, its store is not that of these ranks.
     inherited = {n: v for n, v in os.environ.items() if not n.startswith("TORCHELASTIC_")}
@@ -57,5 +60,11 @@ def start_ranks(
             if len(layout) > 1:
                 own["SMDDP_NODE_ID"] = f"node{node}"
             environ = {**common, **own}
-            ranks.append(subprocess.Popen(command, env=environ, stdout=output, stderr=output))
+            try:
+                ranks.append(subprocess.Popen(command, env=environ, stdout=output, stderr=output))
+            except OSError:
+                for rank in ranks:
+                    rank.kill()
+                    rank.wait()
+                raise
     return ranks
