@@ -141,7 +141,7 @@ def _listener(address: str) -> Iterator[int]:
 
 def _reason(error: OSError | RuntimeError) -> str:
     number = getattr(error, "errno", None)
-    if number in errno.errorcode:
+    if isinstance(number, int) and number in errno.errorcode:
         return os.strerror(number)  # Python adds to the text
     return getattr(error, "strerror", None) or str(error)
 
