@@ -83,7 +83,7 @@ def test_ddp_example_on_hosts() -> None:
 def test_mpi_beside_the_others(name: str) -> None:
     reason = mpi.missing(name, MPI_PREFIX)
     if reason is not None:
-        pytest.skip(reason)
+        pytest.skip(f"{reason}; or run `make mpi`")
     done = bench(
         "all", "--ranks=3", f"--backends=gloo,{name}", f"--mpi={MPI_PREFIX}", "--counts=1,1001",
         "--iterations=5", "--offset=1", "--root=1", "--dtype=double", "--op=max",

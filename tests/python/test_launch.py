@@ -382,7 +382,7 @@ def _mpirun(
     options = openmpi if launcher == "prterun" else []
     program = str(MPI / launcher) if (MPI / launcher).exists() else shutil.which(launcher)
     if program is None:
-        pytest.skip(f"there is no {launcher}")
+        pytest.skip(f"there is no {launcher}: run `make mpi`")
     jobs = [
         subprocess.Popen(
             [program, *options, "-n", "2", *command],
@@ -454,7 +454,7 @@ def test_a_script_under_mpi4py(launcher: str, wrapper: list[str], tmp_path: Path
     packages = MPI.parent / "lib" / f"python3.{sys.version_info.minor}" / "site-packages" / "mpi4py"
     library = "libmpi.so.40" if launcher == "prterun" else "libmpi.so.12"
     if not packages.exists():
-        pytest.skip(f"there is no mpi4py in {MPI.parent.name}")
+        pytest.skip(f"there is no mpi4py in {MPI.parent.name}: run `make mpi`")
     # Nothing else of that environment, where packages may have other versions.
     (tmp_path / "mpi4py").symlink_to(packages)
     (ended,) = _mpirun(
