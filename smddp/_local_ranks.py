@@ -6,9 +6,10 @@ import contextlib
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 
-__all__ = ["reserved_port", "start_ranks"]
+__all__ = ["python_command", "reserved_port", "start_ranks"]
 
 
 @contextlib.contextmanager
@@ -24,6 +25,16 @@ def reserved_port() -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         yield int(holder.getsockname()[1])
+
+
+def python_command(module: str) -> list[str]:
+    """Returns what runs a module in a new interpreter, which imports what this one imports.
+
+    `python -m` would look in the current folder first. That may be a clone, whose sources are not
+    built, where this interpreter has an installed smddp.
+    """
+    run = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", f"import runpy, sys; sys.path[:] = {sys.path!r}; {run}"]
 
 
 def start_ranks(

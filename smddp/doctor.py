@@ -21,7 +21,6 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -33,7 +32,7 @@ import torch.distributed as dist
 
 from smddp import _load, env
 from smddp._command import run
-from smddp._local_ranks import reserved_port, start_ranks
+from smddp._local_ranks import python_command, reserved_port, start_ranks
 from smddp._meeting import Dial, Meeting, dial_all
 from smddp._spans import plural
 from smddp_launch import UNKNOWN_HOST, complete_from_launcher, complete_rendezvous
@@ -535,7 +534,7 @@ def _play_two_hosts() -> list[Finding]:
     Raises:
         OSError: they cannot be started.
     """
-    command = [sys.executable, "-m", "smddp.doctor", "--json"]
+    command = [*python_command("smddp.doctor"), "--json"]
     with reserved_port() as port:
         ranks = start_ranks([1, 1], command, port, subprocess.PIPE)
         try:
@@ -543,8 +542,11 @@ def _play_two_hosts() -> list[Finding]:
         finally:
             for process in ranks:
                 process.kill()
-    found = [finding for those, _ in ends for finding in those]
-    told = _has_fault([("", found)])
+    everything = [finding for those, _ in ends for finding in those]
+    # The findings about this host are known.
+    checks = ("rendezvous", "connections", "all_reduce")
+    found = [finding for finding in everything if finding.check in checks]
+    told = _has_fault([("", everything)])
     for rank, (process, (those, why)) in enumerate(zip(ranks, ends, strict=True)):
         # Rank 0 prints what both have found. If that is a fault, both end with status 1.
         if process.returncode not in ((0, 1) if told else (0,)) or (rank == 0 and not those):
@@ -553,8 +555,7 @@ def _play_two_hosts() -> list[Finding]:
 
 
 def _end_of(process: subprocess.Popen[bytes]) -> tuple[list[Finding], str]:
-    """Waits for a test process; returns its findings about the ranks, and how it has ended."""
-    checks = ("rendezvous", "connections", "all_reduce")
+    """Waits for a test process; returns what it has found, and how it has ended."""
     limit = 3 * _WAIT.total_seconds()
     try:
         output, errors = process.communicate(timeout=limit)
@@ -569,8 +570,7 @@ def _end_of(process: subprocess.Popen[bytes]) -> tuple[list[Finding], str]:
         report = _from_json(output.decode())
     except ValueError:  # it has ended while it printed
         report = []
-    found = [finding for _, those in report for finding in those if finding.check in checks]
-    return found, f"{how}, {last[0]}"
+    return [finding for _, those in report for finding in those], f"{how}, {last[0]}"
 
 
 def _has_fault(report: list[tuple[str, list[Finding]]]) -> bool:

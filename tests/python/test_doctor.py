@@ -161,6 +161,23 @@ def test_two_processes_talk() -> None:
     assert "✗" not in ended.stdout
 
 
+@pytest.mark.multiprocess
+def test_a_fault_of_this_host_is_told_once() -> None:
+    ended = programs.run("-m", "smddp.doctor", SMDDP_PROVIDR="tcp")
+    assert ended.returncode == 1
+    assert ended.stdout.count("✗") == 1, ended.stdout
+    assert "✓ all_reduce: 2 ranks have summed 16 MiB" in ended.stdout
+
+
+def test_ranks_import_what_their_parent_does(tmp_path: Path) -> None:
+    """Also in the folder of a clone that is not built, where smddp is installed elsewhere."""
+    (tmp_path / "smddp").mkdir()
+    (tmp_path / "smddp/__init__.py").write_text("raise ImportError('not built')")
+    command = [*_local_ranks.python_command("smddp.plan"), "list"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_ranks_under_torchrun_have_a_store_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """With this variable torch's rank 0 makes no store, but looks for that of torchrun."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
