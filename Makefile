@@ -81,9 +81,13 @@ test-python:  ## the Python tests
 	$(PYTEST) $(WORKERS) -m "not exhaustive"
 
 .PHONY: test-python-all
-test-python-all:  ## the Python tests with all their cases
+test-python-all: mpi  ## the Python tests with all their cases
 	@tools/setup.sh python-tests
 	TEST_PROVIDER=sockets $(PYTEST) $(WORKERS) --durations=30
+
+.PHONY: mpi
+mpi: setup  ## Open MPI and MPICH in .venv-mpi, without which tests that start mpirun are skipped
+	@tools/setup.sh mpi
 
 .PHONY: test-libfabric
 test-libfabric:  ## the Python tests of several ranks, with libfabric's tcp between nodes

@@ -18,6 +18,7 @@ command runs on every rank, before the script imports torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
@@ -49,14 +50,16 @@ _FROM_LAUNCHERS = {
     "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
 # Each of these has the same value on all ranks of a job, and another value in other jobs of the
-# host.
-_JOB_NAMES = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "TRAINING_JOB_NAME")
+# host. MPICH's mpiexec may run in a job of Slurm, so the names of what has started the ranks come
+# first.
+_STEP_NAMES = ("PMIX_NAMESPACE", "PMI_JOBID")
+_JOB_NAMES = ("SLURM_JOB_ID", "TRAINING_JOB_NAME")
 _PORTS = range(20000, 28192)  # below the kernel's range of ephemeral ports
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 UNKNOWN_HOST = (
     "the job has several hosts, and nothing says where rank 0 is: "
-    "set MASTER_ADDR, for instance by mpirun -x MASTER_ADDR=host"
+    "set MASTER_ADDR, for instance by mpirun -x MASTER_ADDR=host (MPICH: -genv MASTER_ADDR host)"
 )
 
 _REPLACEABLE = ("gloo", "mpi")
@@ -104,6 +107,9 @@ def complete_rendezvous(port: int | None = None) -> bool:
 
     Returns:
         False if nothing tells the host of rank 0; then nothing is set.
+
+    Raises:
+        ValueError: a variable of the launcher is wrong.
     """
     if "MASTER_ADDR" not in os.environ:
         host = _host_of_rank_0()
@@ -127,7 +133,7 @@ def prepare_rendezvous(rank: int = -1, size: int = -1) -> None:
         size: the same for world_size.
 
     Raises:
-        ValueError: the job has several hosts, and nothing tells that of rank 0.
+        ValueError: the job has several hosts, and nothing tells that of rank 0, or wrongly.
     """
     complete_from_launcher()
     found = [int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE")]
@@ -147,7 +153,15 @@ def _host_of_rank_0() -> str | None:
     if os.environ.get("SM_HOSTS"):
         import json
 
-        hosts = json.loads(os.environ["SM_HOSTS"])
+        try:
+            hosts = json.loads(os.environ["SM_HOSTS"])
+        except ValueError:
+            hosts = None
+        if not isinstance(hosts, list):
+            raise ValueError(
+                f"SM_HOSTS={os.environ['SM_HOSTS']}: expects a list of hosts as JSON, such as "
+                '["algo-1", "algo-2"]'
+            )
         if hosts:
             return str(hosts[0])
     names = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -204,12 +218,39 @@ def _is_of_openmpi() -> bool:
 
 
 def _port_of_job() -> int:
-    found = next((name for name in _JOB_NAMES if os.environ.get(name)), "")
-    name = os.environ.get(found, "")
-    if found == "SLURM_JOB_ID" and not _is_of_openmpi():
-        # Steps of one job may run at the same time. The other names are those of one step.
+    """Returns the port where the ranks meet: the same for all, and hardly that of another job."""
+    name = _first_of(_STEP_NAMES) or _job_of_hydra() or _first_of(_JOB_NAMES)
+    if name == os.environ.get("SLURM_JOB_ID") and not _is_of_openmpi():
+        # Steps of one job may run at the same time.
         name += "." + os.environ.get("SLURM_STEP_ID", "")
     return _PORTS[zlib.crc32(name.encode()) % len(_PORTS)]
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
+def _job_of_hydra() -> str:
+    """Returns what MPICH's mpiexec calls this job; "" if it has not started this rank.
+
+    No variable tells. On each host a rank is below a proxy, whose arguments have the place where
+    this mpiexec listens, and the number of the group of ranks.
+    """
+    if "PMI_RANK" not in os.environ:
+        return ""
+    pid = os.getppid()
+    with contextlib.suppress(OSError, ValueError, IndexError):  # /proc may be hidden
+        while pid > 1:
+            with open(f"/proc/{pid}/cmdline", errors="replace") as file:
+                words = file.read().split("\0")
+            if "--control-port" in words:
+                return " ".join(
+                    words[words.index(name) + 1] for name in ("--control-port", "--pgid")
+                )
+            with open(f"/proc/{pid}/stat", errors="replace") as file:
+                # The name of the program, which comes before, may contain anything.
+                pid = int(file.read().rpartition(")")[2].split()[1])
+    return ""
 
 
 def instead_of(text: str) -> frozenset[str]:

@@ -6,9 +6,10 @@ import contextlib
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 
-__all__ = ["reserved_port", "start_ranks"]
+__all__ = ["python_command", "reserved_port", "start_ranks"]
 
 
 @contextlib.contextmanager
@@ -26,6 +27,16 @@ def reserved_port() -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
+def python_command(module: str) -> list[str]:
+    """Returns what runs a module in a new interpreter, which imports what this one imports.
+
+    `python -m` would look in the current folder first. That may be a clone, whose sources are not
+    built, where this interpreter has an installed smddp.
+    """
+    run = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", f"import runpy, sys; sys.path[:] = {sys.path!r}; {run}"]
+
+
 def start_ranks(
     layout: Sequence[int], command: Sequence[str], port: int, output: int | None = None
 ) -> list[subprocess.Popen[bytes]]:
@@ -36,6 +47,9 @@ def start_ranks(
         command: what each rank runs.
         port: where rank 0 makes torch's store.
         output: where output and errors go, such as subprocess.PIPE; None: where this process's go.
+
+    Raises:
+        OSError: one cannot be started; then none runs.
     """
     # If a torchrun has started this process, its store is not that of these ranks.
     inherited = {n: v for n, v in os.environ.items() if not n.startswith("TORCHELASTIC_")}
@@ -57,5 +71,11 @@ def start_ranks(
             if len(layout) > 1:
                 own["SMDDP_NODE_ID"] = f"node{node}"
             environ = {**common, **own}
-            ranks.append(subprocess.Popen(command, env=environ, stdout=output, stderr=output))
+            try:
+                ranks.append(subprocess.Popen(command, env=environ, stdout=output, stderr=output))
+            except OSError:
+                for rank in ranks:
+                    rank.kill()
+                    rank.wait()
+                raise
     return ranks

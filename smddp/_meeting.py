@@ -7,7 +7,9 @@ connect to one another.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -71,7 +73,7 @@ class Dial(NamedTuple):
 
     Attributes:
         source: a rank of the host that tried.
-        target: a rank of the other host.
+        target: a rank of the other host; the same rank if it could not wait for connections.
         address: that it tried.
         error: of the system.
         silent: nothing has answered: a firewall drops packets, or there is no route.
@@ -97,15 +99,23 @@ def dial_all(meeting: Meeting, ranks: Sequence[int], address: str) -> list[Dial]
     Raises:
         RuntimeError: a rank does not answer.
     """
-    takes_part = meeting.rank in ranks
-    with _listener(address) if takes_part else contextlib.nullcontext() as port:
-        places = meeting.gather("address", [address, port])
-        failed: list[Dial] = []
+    me = meeting.rank
+    takes_part = me in ranks
+    failed: list[Dial] = []
+    with contextlib.ExitStack() as stack:
+        port = None
         if takes_part:
-            peers = [peer for peer in ranks if peer != meeting.rank]
+            try:
+                port = stack.enter_context(_listener(address))
+            except (OSError, RuntimeError) as error:  # RuntimeError: there is no thread
+                failed = [Dial(me, me, address, _reason(error), False)]
+        # Also a rank without a port tells the others, who would wait for it.
+        places = meeting.gather("address", [address, port])
+        if takes_part:
+            peers = [peer for peer in ranks if peer != me and places[peer][1] is not None]
             with ThreadPoolExecutor(max_workers=64) as pool:
-                dials = pool.map(lambda peer: _dial(meeting.rank, peer, *places[peer]), peers)
-                failed = [dial for dial in dials if dial is not None]
+                dials = pool.map(lambda peer: _dial(me, peer, *places[peer]), peers)
+                failed += [dial for dial in dials if dial is not None]
         return [Dial(*one) for some in meeting.gather("dials", failed) for one in some]
 
 
@@ -129,11 +139,18 @@ def _listener(address: str) -> Iterator[int]:
             thread.join()
 
 
+def _reason(error: OSError | RuntimeError) -> str:
+    number = getattr(error, "errno", None)
+    if isinstance(number, int) and number in errno.errorcode:
+        return os.strerror(number)  # Python adds to the text
+    return getattr(error, "strerror", None) or str(error)
+
+
 def _dial(source: int, target: int, address: str, port: int) -> Dial | None:
     try:
         socket.create_connection((address, port), _DIALLING).close()
     except OSError as error:
         silent = isinstance(error, TimeoutError)
-        text = f"no answer within {_DIALLING:g} s" if silent else error.strerror or str(error)
+        text = f"no answer within {_DIALLING:g} s" if silent else _reason(error)
         return Dial(source, target, f"{address}:{port}", text, silent)
     return None

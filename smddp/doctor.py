@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import platform
@@ -20,7 +21,6 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -32,10 +32,10 @@ import torch.distributed as dist
 
 from smddp import _load, env
 from smddp._command import run
-from smddp._local_ranks import reserved_port, start_ranks
-from smddp._meeting import Meeting, dial_all
+from smddp._local_ranks import python_command, reserved_port, start_ranks
+from smddp._meeting import Dial, Meeting, dial_all
 from smddp._spans import plural
-from smddp_launch import complete_from_launcher, complete_rendezvous
+from smddp_launch import UNKNOWN_HOST, complete_from_launcher, complete_rendezvous
 
 __all__ = [
     "CARDS",
@@ -131,7 +131,9 @@ def _cores(affinities: Sequence[frozenset[int]]) -> Finding:
     quota = _quota()
     cores = len(usable) if quota is None else min(len(usable), quota)
     ranks = len(affinities)
-    threads = int(os.environ.get("OMP_NUM_THREADS", "0") or 0) or torch.get_num_threads()
+    # OpenMP also takes a list, of which the first number counts here.
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    threads = (int(asked) if asked.isdecimal() else 0) or torch.get_num_threads()
     text = f"{cores:g} of {os.cpu_count()} cores for {plural(ranks, 'rank')}"
     if ranks > cores:
         return Finding(
@@ -277,7 +279,7 @@ def _interface() -> Finding:
     host = socket.gethostname()
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         return Finding(
             "interface", _WARNING, f"the name of this host, {host}, is unknown here: {error}",
             "let /etc/hosts or DNS know it, or set SMDDP_INTERFACE",
@@ -294,7 +296,7 @@ def _is_address_here(text: str) -> bool:
         )
         with socket.socket(family, kind) as tried:
             tried.bind(address)
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     return True
 
@@ -312,13 +314,16 @@ def examine_host(affinities: Sequence[frozenset[int]] = ()) -> list[Finding]:
         affinities: the cores on which each rank of this host may run; without them, those of this
             process count for all.
     """
-    if not affinities:
-        own = frozenset(os.sched_getaffinity(0))
-        affinities = [own] * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     findings: list[Finding] = []
 
     def cores() -> Finding:
-        return _cores(affinities)
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        if not affinities and not ranks.isdecimal():
+            return Finding(
+                "cores", _FAULT, f"LOCAL_WORLD_SIZE={ranks} is not a number of ranks",
+                "correct the variable, or unset it",
+            )  # fmt: skip
+        return _cores(affinities or [frozenset(os.sched_getaffinity(0))] * int(ranks))
 
     for check in [cores, *_CHECKS]:
         try:
@@ -352,24 +357,36 @@ def _talk() -> Iterator[Finding]:
 def identity() -> tuple[str, str]:
     """Returns the name of this host, and a text that another host of that name does not have."""
     name = os.environ.get("SMDDP_NODE_ID") or socket.gethostname()
-    return name, f"{name} {_BOOT_ID.read_text().strip()}"
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = _BOOT_ID.read_text().strip()
+    return name, f"{name} {boot}"
 
 
 def is_job() -> bool:
-    """Returns whether this process is one of several ranks; then its variables are completed."""
+    """Returns whether this process is one of several ranks, as its launcher says."""
     complete_from_launcher()
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-    if several:
-        complete_rendezvous()
-    return several
+    return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
 
 
 def join_job() -> Meeting | Finding:
-    """Meets all ranks of the job; returns what prevents that."""
-    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    """Completes the variables of a rank, and meets all ranks of the job.
+
+    Returns:
+        What prevents that, if something does.
+    """
     try:
+        if not complete_rendezvous():
+            text, _, remedy = UNKNOWN_HOST.partition(": ")
+            return Finding("rendezvous", _FAULT, text, remedy)
         return Meeting(_WAIT)
-    except (RuntimeError, ValueError) as error:
+    except ValueError as error:
+        return Finding(
+            "rendezvous", _FAULT, f"a variable of the launcher is wrong: {error}",
+            "correct RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT or SM_HOSTS",
+        )  # fmt: skip
+    except RuntimeError as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return Finding(
             "rendezvous", _FAULT, f"not all ranks have met at {address}: {error}",
             "do all hosts run this command? Is that port open for them in the firewall of rank 0?",
@@ -407,31 +424,38 @@ def _connections(meeting: Meeting, hosts: dict[int, str]) -> list[Finding]:
     try:
         failed = dial_all(meeting, list(hosts), address)
     except RuntimeError as error:
-        return [
-            Finding(
-                "connections", _FAULT, f"not all ranks have answered: {error}",
-                "has one of them ended? Its output says why",
-            )
-        ]  # fmt: skip
+        return [_silence("connections", error)]
     if not failed:
         return [Finding("connections", _OK, f"each of {len(hosts)} hosts reaches each other one")]
-    findings = []
-    for dial in failed[:_SHOWN]:
-        text = f"{hosts[dial.source]} does not reach {hosts[dial.target]} at {dial.address}"
-        remedy = (
-            "ranks connect to one another on any port: open the firewall between the hosts, or "
-            if dial.silent
-            else ""
-        )
-        findings.append(
-            Finding(
-                "connections", _FAULT, f"{text}: {dial.error}",
-                f"{remedy}name the network that connects them in SMDDP_INTERFACE",
-            )
-        )  # fmt: skip
+    findings = [_of_dial(dial, hosts) for dial in failed[:_SHOWN]]
     if rest := failed[_SHOWN:]:
         findings.append(Finding("connections", _FAULT, f"likewise {len(rest)} other pairs"))
     return findings
+
+
+def _of_dial(dial: Dial, hosts: dict[int, str]) -> Finding:
+    """Returns the finding about hosts that do not connect."""
+    if dial.source == dial.target:
+        text = f"{hosts[dial.source]} cannot wait for connections at {dial.address}"
+    else:
+        text = f"{hosts[dial.source]} does not reach {hosts[dial.target]} at {dial.address}"
+    remedy = "name the network that connects them in SMDDP_INTERFACE"
+    if dial.error in map(os.strerror, (errno.EMFILE, errno.ENFILE)):
+        remedy = "raise the limit of open files (ulimit -n), or end programs that have many open"
+    elif dial.silent:
+        remedy = (
+            "ranks connect to one another on any port: open the firewall between the hosts, or "
+            + remedy
+        )
+    return Finding("connections", _FAULT, f"{text}: {dial.error}", remedy)
+
+
+def _silence(check: str, error: RuntimeError) -> Finding:
+    """Returns the finding about a rank that has not told what the others wait for."""
+    return Finding(
+        check, _FAULT, f"not all ranks have answered: {error}",
+        "has one of them ended? Its output says why",
+    )  # fmt: skip
 
 
 def _report_of_rank() -> tuple[list[tuple[str, list[Finding]]], bool]:
@@ -445,12 +469,16 @@ def _report_of_rank() -> tuple[list[tuple[str, list[Finding]]], bool]:
     meeting = join_job()
     if isinstance(meeting, Finding):
         return [(name, [*examine_host(), meeting])], True
-    everyone = meeting.gather("cores", [host, sorted(os.sched_getaffinity(0))])
-    mine = examine_host([frozenset(cores) for where, cores in everyone if where == host])
+    mine: list[Finding] = []
+    try:
+        everyone = meeting.gather("cores", [host, sorted(os.sched_getaffinity(0))])
+        mine = examine_host([frozenset(cores) for where, cores in everyone if where == host])
+        rows = meeting.gather("findings", [name, list(map(dataclasses.asdict, mine))])
+    except RuntimeError as error:
+        return [(name, [*(mine or examine_host()), _silence("rendezvous", error)])], True
     first: dict[str, int] = {}
     for rank, (where, _) in enumerate(everyone):
         first.setdefault(where, rank)
-    rows = meeting.gather("findings", [name, list(map(dataclasses.asdict, mine))])
     hosts = {rank: rows[rank][0] for rank in first.values()}
     report = [(rows[rank][0], [Finding(**row) for row in rows[rank][1]]) for rank in hosts]
     together = _connections(meeting, hosts)
@@ -472,13 +500,13 @@ def _talk_of_all(meeting: Meeting) -> list[Finding]:
         findings = [
             Finding("all_reduce", _FAULT, str(error), "see docs/troubleshooting.md for this text")
         ]
-    meeting.tell("talk", list(map(dataclasses.asdict, findings)))
-    if meeting.rank > 0:
-        return findings
     try:
+        meeting.tell("talk", list(map(dataclasses.asdict, findings)))
+        if meeting.rank > 0:
+            return findings
         everyone = meeting.told("talk")
     except RuntimeError as error:
-        return [*findings, Finding("all_reduce", _FAULT, f"a rank does not end: {error}")]
+        return [*findings, _silence("all_reduce", error)]
     faults = [Finding(**row) for rows in everyone for row in rows if row["state"] == _FAULT]
     # Ranks may tell the same.
     return list(dict.fromkeys(faults)) or findings
@@ -487,7 +515,26 @@ def _talk_of_all(meeting: Meeting) -> list[Finding]:
 def _report_alone() -> list[tuple[str, list[Finding]]]:
     """Returns the findings of this host, and of two processes of it that play two hosts."""
     report = [(socket.gethostname(), examine_host())]
-    command = [sys.executable, "-m", "smddp.doctor", "--json"]
+    try:
+        found = _play_two_hosts()
+    except OSError as error:
+        found = [
+            Finding(
+                "all_reduce", _FAULT, f"the test processes cannot be started: {error}",
+                "raise the limits of open files and processes (ulimit -n, ulimit -u)",
+            )
+        ]  # fmt: skip
+    report.append(("two processes of this host as two hosts", found))
+    return report
+
+
+def _play_two_hosts() -> list[Finding]:
+    """Returns the findings of two processes of this host that play two hosts.
+
+    Raises:
+        OSError: they cannot be started.
+    """
+    command = [*python_command("smddp.doctor"), "--json"]
     with reserved_port() as port:
         ranks = start_ranks([1, 1], command, port, subprocess.PIPE)
         try:
@@ -495,20 +542,20 @@ def _report_alone() -> list[tuple[str, list[Finding]]]:
         finally:
             for process in ranks:
                 process.kill()
-    found = [finding for those, _ in ends for finding in those]
-    told = _has_fault([("", found)])
+    everything = [finding for those, _ in ends for finding in those]
+    # The findings about this host are known.
+    checks = ("rendezvous", "connections", "all_reduce")
+    found = [finding for finding in everything if finding.check in checks]
+    told = _has_fault([("", everything)])
     for rank, (process, (those, why)) in enumerate(zip(ranks, ends, strict=True)):
         # Rank 0 prints what both have found. If that is a fault, both end with status 1.
         if process.returncode not in ((0, 1) if told else (0,)) or (rank == 0 and not those):
             found.append(Finding("all_reduce", _FAULT, f"a test process failed: {why}"))
-    # Both ranks may tell the same.
-    report.append(("two processes of this host as two hosts", list(dict.fromkeys(found))))
-    return report
+    return list(dict.fromkeys(found))  # both ranks may tell the same
 
 
 def _end_of(process: subprocess.Popen[bytes]) -> tuple[list[Finding], str]:
-    """Waits for a test process; returns its findings about the ranks, and how it has ended."""
-    checks = ("rendezvous", "connections", "all_reduce")
+    """Waits for a test process; returns what it has found, and how it has ended."""
     limit = 3 * _WAIT.total_seconds()
     try:
         output, errors = process.communicate(timeout=limit)
@@ -523,8 +570,7 @@ def _end_of(process: subprocess.Popen[bytes]) -> tuple[list[Finding], str]:
         report = _from_json(output.decode())
     except ValueError:  # it has ended while it printed
         report = []
-    found = [finding for _, those in report for finding in those if finding.check in checks]
-    return found, f"{how}, {last[0]}"
+    return [finding for _, those in report for finding in those], f"{how}, {last[0]}"
 
 
 def _has_fault(report: list[tuple[str, list[Finding]]]) -> bool:

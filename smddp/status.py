@@ -316,11 +316,17 @@ class _Found:
                 f"may not read process {pid}: run this as its user; a container may forbid it to "
                 "root, too"
             )
+        except OSError as error:  # such as no free descriptor
+            self.errors.append(f"cannot read process {pid}: {error}")
 
     def add_all(self) -> None:
         """Looks at all processes of this host."""
-        for pid in _all_pids():
-            self._tried(pid)
+        try:
+            for pid in _all_pids():
+                self._tried(pid)
+        except OSError as error:
+            self.errors.append(f"cannot read the processes of this host: {error}")
+            return
         if not self.members and not self.without_group:
             others = f"; {self.unreadable} could not be read" if self.unreadable else ""
             self.errors.append(f"no process of this host uses smddp{others}")

@@ -211,7 +211,7 @@ def _source_towards(target: str) -> str:
         with socket.socket(family, kind) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
-    except OSError:
+    except (OSError, UnicodeError):
         return ""
 
 

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Written by torch, not by smddp.
+# Written by torch or pip, not by smddp.
 FOREIGN = (
+    "Failed to initialize NumPy",
+    "Numpy is not available",
     "Timed out after … seconds waiting for clients",
     "Unknown backend type smddp",
     "environment variable RANK expected, but not set",
+    "is not a supported wheel on this platform",
 )
 
 

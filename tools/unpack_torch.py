@@ -2,9 +2,9 @@
 
     python tools/unpack_torch.py FOLDER
 
-These are all releases that smddp supports. One such as 2.15 goes to FOLDER/2.15/torch, unless it is
-there. `pip download` gets the wheel for the Python that runs this. Prints the folders, separated by
-colons, as SMDDP_TORCH_FOLDERS takes them.
+These are all releases that smddp supports and that this Python has. One such as 2.15 goes to
+FOLDER/2.15/torch, unless it is there. `pip download` gets the wheel for the Python that runs this.
+Prints the folders, separated by colons, as SMDDP_TORCH_FOLDERS takes them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ from torch_facts import SUPPORTED_MINORS
 _NEEDED = re.compile(
     r"torch/(version\.py|include/.*|lib/lib(c10|torch|torch_cpu|torch_python)\.so)"
 )
+
+
+def releases(python: tuple[int, int]) -> list[str]:
+    """Returns the releases that smddp supports and that a Python has."""
+    # torch 2.15 needs Python 3.11.
+    return [f"2.{minor}" for minor in SUPPORTED_MINORS if minor < 15 or python >= (3, 11)]
 
 
 def unpack(folder: Path, release: str) -> Path:
@@ -49,4 +55,4 @@ if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
     where = Path(sys.argv[1]).resolve()
-    print(":".join(str(unpack(where, f"2.{minor}")) for minor in SUPPORTED_MINORS))
+    print(":".join(str(unpack(where, release)) for release in releases(sys.version_info[:2])))

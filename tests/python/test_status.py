@@ -241,3 +241,16 @@ def test_other_users(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(os, "listdir", refuse)
     assert status.main(["1"]) == 1
     assert "may not read process 1: run this as its user" in capsys.readouterr().err
+
+
+def test_no_free_descriptor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path) -> list[str]:
+        raise OSError(24, "Too many open files", str(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    for arguments, what in ((["1"], "process 1"), (["--all"], "the processes of this host")):
+        assert status.main(arguments) == 1
+        text = capsys.readouterr().err
+        assert text.startswith(f"smddp status: cannot read {what}: [Errno 24] Too many open files")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from smddp.modelparallel.job.groups import Groups
 from smddp.modelparallel.job.state import state
-from smddp_launch import complete_from_launcher, complete_rendezvous
+from smddp_launch import UNKNOWN_HOST, complete_from_launcher, complete_rendezvous
 from smddp_smp.config import Configuration, compare, configure, warn_of_second
 from smddp_smp.errors import SMPInitializationError
 from smddp_smp.logs import log, make_visible
@@ -133,10 +133,7 @@ def _bring_up(cfg: Configuration, rank: int, size: int) -> None:
     environ.setdefault("RANK", str(rank))
     environ.setdefault("WORLD_SIZE", str(size))
     if not complete_rendezvous(cfg.ddp_port):
-        raise SMPInitializationError(
-            f"the job has {size} ranks on several hosts, and nothing says where rank 0 is: set "
-            "MASTER_ADDR, for instance by mpirun -x MASTER_ADDR=host"
-        )
+        raise SMPInitializationError(UNKNOWN_HOST)
     backend = {"auto": "smddp"}.get(cfg.ddp_dist_backend, cfg.ddp_dist_backend)
     if backend == "nccl":
         backend = "cpu:gloo,cuda:nccl"
