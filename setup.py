@@ -119,19 +119,23 @@ class EditableWithOldName(editable_wheel):
                 made.writestr(info, text + line.encode() if is_list else text)
 
 
+# torch needs it for calls on objects, and does not require it. smp and the benchmark need it, too.
+NUMPY = "numpy>=1.26"
+
+
 def describe(torches: list[Torch]) -> tuple[str, list[str]]:
     """Returns the version of the package and what it requires."""
     text = (ROOT / "smddp/_version.py").read_text()
     found = re.search(r'^__version__ = "([0-9.]+)"$', text, re.MULTILINE)
     assert found is not None, "smddp/_version.py names no version"
     if not torches:
-        return found[1], ["torch"]
+        return found[1], [NUMPY, "torch"]
     minors = sorted(int(torch.release.split(".")[1]) for torch in torches)
     if not FOLDERS:
-        return f"{found[1]}+torch2.{minors[0]}", [f"torch==2.{minors[0]}.*"]
+        return f"{found[1]}+torch2.{minors[0]}", [NUMPY, f"torch==2.{minors[0]}.*"]
     span = range(minors[0], minors[-1] + 1)
     gaps = "".join(f",!=2.{minor}.*" for minor in span if minor not in minors)
-    return found[1], [f"torch>=2.{span[0]},<2.{span[-1] + 1}{gaps}"]
+    return found[1], [NUMPY, f"torch>=2.{span[0]},<2.{span[-1] + 1}{gaps}"]
 
 
 def find_torches() -> list[Torch]:

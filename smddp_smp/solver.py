@@ -9,12 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-try:
-    import numpy as np
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "model parallelism needs numpy, which torch does not require: pip install numpy"
-    ) from error
+import numpy as np
 
 __all__ = ["Node", "bottleneck", "divide_exactly", "divide_tree", "loads"]
 

@@ -6,7 +6,6 @@ Starts its ranks on this machine. Under torchrun or mpirun this process is one o
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -201,10 +200,6 @@ def _be_rank(run: options.Run) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns 1 when it failed or a result was wrong, 2 for bad arguments."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if importlib.util.find_spec("numpy") is None:
-        needs = "needs numpy, which torch does not require: pip install numpy"
-        print(f"smddp.bench: {needs}", file=sys.stderr)
-        return 2
     if arguments[:1] == ["ddp"]:
         return ddp.main(arguments[1:])
     parsed = options.parser().parse_args(arguments)

@@ -87,14 +87,6 @@ def test_every_script_is_tried() -> None:
     assert len(BLOCKS) == PAGES.count("```python") > 0
 
 
-@pytest.mark.parametrize("name", ["save.py", "pipeline_train.py"])
-def test_commands_install_numpy_for_calls_on_objects(name: str) -> None:
-    """torch does not require numpy; frameworks do. Stages of a pipeline exchange shapes so."""
-    text, commands = next(block[1:3] for block in BLOCKS if block[0] == name)
-    assert "_object_list(" in text or "PipelineStage(" in text
-    assert packages(commands) == ["numpy"]
-
-
 def test_smddp_is_that_of_the_wheel(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "where.py").write_text("import smddp, smddp._C as c; print(smddp, c)")
     text = run(tmp_path, "python where.py; smddprun -n 1 where.py", installed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -94,20 +93,6 @@ def test_mpi_beside_the_others(name: str) -> None:
     assert len(rows) == 2 * (len(OPERATIONS) - 1) + 1
     assert f"# {name}: {mpi.MPIS[name].title[:4]}" in done.stdout
     assert "# Out of bounds values : 0 OK" in done.stdout
-
-
-def test_missing_numpy_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """torch does not require it. Model parallelism needs it, too."""
-    from smddp.bench.__main__ import main
-
-    monkeypatch.setitem(sys.modules, "numpy", None)
-    sentence = "needs numpy, which torch does not require: pip install numpy"
-    assert main([]) == 2
-    assert capsys.readouterr().err == f"smddp.bench: {sentence}\n"
-    with pytest.raises(ModuleNotFoundError, match=f"model parallelism {sentence}"):
-        runpy.run_path(str(ROOT / "smddp_smp/solver.py"))
 
 
 def test_missing_mpi_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
