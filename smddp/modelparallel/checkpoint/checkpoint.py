@@ -36,6 +36,7 @@ from smddp.modelparallel.delayed.life import come_to_life, delayed
 from smddp.modelparallel.job.meeting import done_on_all, together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.optimizer.distributed_optimizer import FP16_STATES, merged
+from smddp.modelparallel.optimizer.half import half_precision
 from smddp.modelparallel.optimizer.shards import SHARD
 from smddp.modelparallel.partition.placement import MARKER, Decision
 from smddp.modelparallel.sharding.joined import SHARDS, united
@@ -284,7 +285,8 @@ def resume_from_checkpoint(
             by any program.
         strict: as for load_state_dict.
         load_optimizer: load the optimizer, too; only from a checkpoint in parts. If there are
-            several, it is the last smp.DistributedOptimizer that was made.
+            several, it is the last smp.DistributedOptimizer that was made. A job in full precision
+            then gets the master weights of one in half precision as its parameters.
         load_sharded_optimizer_state: with sharded data parallelism, False loads only the master
             weights and the loss scale of the optimizer; else without effect.
         translate_function: if not partial, applied to the entries of the file before they are
@@ -332,6 +334,8 @@ def resume_from_checkpoint(
     if _USER_CONTENT in manifest["hashes"]:
         _verified(parts, _USER_CONTENT, manifest)
     content = _user_content(parts / _USER_CONTENT)
+    if entries and whole is not None and half_precision() is None:
+        entries.update(_masters(whole, model, optimizer))
     if entries:
         model.load_state_dict(entries, strict)
     del entries
@@ -343,6 +347,18 @@ def resume_from_checkpoint(
     if manifest["partition"] is not None and not model.partitioned:
         model.runtime.placement.from_checkpoint = _division(manifest)
     return content
+
+
+def _masters(whole: dict[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
+    """Returns the master weights of a checkpoint by the names of their parameters.
+
+    The entries of the model are these, rounded to half precision. A job in full precision has no
+    masters, so these are its parameters.
+    """
+    masters, numbers = whole.get(FP16_STATES, {}).get("masters", {}), optimizer._param_id_to_index()
+    named = model.get_module().named_parameters(remove_duplicate=False)
+    found = ((name, masters.get(numbers.get(id(parameter)))) for name, parameter in named)
+    return {name: master for name, master in found if master is not None}
 
 
 def full_state_dict(path: str, tag: str | None = None) -> dict[str, Any]:

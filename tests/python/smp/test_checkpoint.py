@@ -35,9 +35,9 @@ pytestmark = pytest.mark.multiprocess
 NAME = "tied gpt"
 
 
-def begin(pp: int, seed: int = 0, **config: Any) -> tuple[Any, Any]:
+def begin(pp: int, seed: int = 0, name: str = NAME, **config: Any) -> tuple[Any, Any]:
     smp.init({"partitions": pp, "ddp": True, "microbatches": 2, **config})
-    module = make(NAME)
+    module = make(name)
     if seed:
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(seed))
@@ -46,10 +46,10 @@ def begin(pp: int, seed: int = 0, **config: Any) -> tuple[Any, Any]:
     return model, smp.DistributedOptimizer(optimizer)
 
 
-def train(model: Any, optimizer: Any, steps: range) -> None:
+def train(model: Any, optimizer: Any, steps: range, name: str = NAME) -> None:
     for step in steps:
         optimizer.zero_grad()
-        train_step(model, NAME, *batch_of(NAME, step, 0))
+        train_step(model, name, *batch_of(name, step, 0))
         optimizer.step()
 
 
@@ -261,6 +261,47 @@ def test_partitions_that_were_empty_stay_empty(tmp_path: Path) -> None:
     del manifest["partitions"]
     file.write_text(json.dumps(manifest))
     assert 1 in check_ranks(pinned, "2", str(tmp_path), True)[0]
+
+
+def saving_half(path: str, name: str, config: dict[str, Any]) -> Any:
+    model, optimizer = begin(2, name=name, fp16=True, **config)
+    train(model, optimizer, range(2), name)
+    smp.save_checkpoint(path, "half", model=model, optimizer=optimizer)
+    numbers = smp.state.param_name_to_index_tp_group[0]
+    masters = optimizer.state_dict()["fp16_states"]["masters"]
+    return {name: masters[number] for name, number in numbers.items()}, dict(model.state_dict())
+
+
+def loading_half(pp: int, path: str, name: str, later: bool) -> Any:
+    model, optimizer = begin(pp, seed=5, name=name)
+    if later:
+        train(model, optimizer, range(1), name)
+    found = []
+    for load_optimizer in (False, True):
+        smp.resume_from_checkpoint(path, "half", load_optimizer=load_optimizer)
+        found.append({key: value.clone() for key, value in model.state_dict().items()})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("shared layer", {}),  # the parameter has two names
+        (NAME, {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 1}),
+    ],
+)
+def test_a_job_in_full_precision_gets_the_masters(
+    tmp_path: Path, name: str, config: dict[str, Any]
+) -> None:
+    masters, half = check_ranks(saving_half, "4", str(tmp_path), name, config)[0]
+    if name == "shared layer":
+        masters |= {f"4.{key}": masters[f"0.{key}"] for key in ("weight", "bias")}
+    rounded = {key: value.float() for key, value in half.items()}
+    assert masters.keys() == rounded.keys()
+    assert any(not torch.equal(masters[key], rounded[key]) for key in masters)
+    for pp, later in ((1, False), (2, True)):
+        for found in check_ranks(loading_half, "2", pp, str(tmp_path), name, later):
+            same(found, [rounded, masters])
 
 
 def begin_shared() -> Any:
