@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from smddp_smp.config_keys import KEYS, OPTIONS, Key
-from smddp_smp.errors import SMPConfigurationError, SMPInitializationError
+from smddp_smp.errors import SMPConfigurationError, SMPError, SMPInitializationError
 from smddp_smp.logs import log
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "compare",
     "configure",
     "main",
+    "port_of",
     "warn_of_second",
 ]
 
@@ -122,8 +123,7 @@ def configure(
             f"smp ignores the unknown configuration key {name!r}{_advice(str(name))}", stacklevel=3
         )
     for name, value in known.items():
-        place = ENVIRONMENT_VARIABLE if name in from_environment else "smp.init"
-        _check_value(_BY_NAME[name], value, place)
+        _check_value(_BY_NAME[name], value, _place(name, from_environment))
     refuse(known)
     _check_together(known)
     values = {key.name: known.get(key.name, key.default) for key in KEYS}
@@ -168,17 +168,23 @@ def warn_of_second(config: Mapping[str, Any] | None, current: Configuration) -> 
         )
 
 
-def compare(of_ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raises if ranks have different configurations, whose groups would not match.
+def compare(of_ranks: Sequence[Mapping[str, Any] | SMPError]) -> None:
+    """Raises what a rank has raised, or if ranks have different configurations.
+
+    With these, their groups would not match.
 
     Args:
-        of_ranks: `Configuration.as_dict()` of each rank of the job.
+        of_ranks: `Configuration.as_dict()` of each rank of the job, or its error.
 
     Raises:
+        SMPError: of the class of a rank's error; the text names the rank.
         SMPInitializationError: they differ.
     """
-    first = of_ranks[0]
-    for rank, other in enumerate(of_ranks):
+    for rank, one in enumerate(of_ranks):
+        if isinstance(one, SMPError):
+            raise type(one)(f"rank {rank}: {one}")
+    first, *others = [one for one in of_ranks if not isinstance(one, SMPError)]
+    for rank, other in enumerate(others, 1):
         different = [
             f"{name} is {first[name]!r} on rank 0, {value!r} on rank {rank}"
             for name, value in other.items()
@@ -188,6 +194,19 @@ def compare(of_ranks: Sequence[Mapping[str, Any]]) -> None:
             raise SMPInitializationError(
                 f"the ranks have different configurations: {'; '.join(different)}"
             )
+
+
+def port_of(config: Mapping[str, Any] | None, environ: Mapping[str, str]) -> int | None:
+    """Returns the port of rank 0 that a configuration has, whatever else is in it.
+
+    Raises:
+        SMPConfigurationError: it is none.
+    """
+    from_environment = _from_environment(environ)
+    given = {**(config if isinstance(config, Mapping) else {}), **from_environment}
+    port: int | None = given.get("ddp_port")
+    _check_value(_BY_NAME["ddp_port"], port, _place("ddp_port", from_environment))
+    return port
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -201,6 +220,10 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise SMPConfigurationError(f"{ENVIRONMENT_VARIABLE} must hold a JSON object, not {text}")
     return values
+
+
+def _place(name: str, from_environment: Mapping[str, Any]) -> str:
+    return ENVIRONMENT_VARIABLE if name in from_environment else "smp.init"
 
 
 def _check_value(key: Key, value: Any, place: str) -> None:

@@ -78,10 +78,8 @@ class Elsewhere(NamedTuple):
 
     def error(self) -> SMPPeerError:
         """Returns the error that the other replicas raise."""
-        return SMPPeerError(
-            f"the step failed on another replica of the model, on rank {self.rank} of the job: "
-            f"{self.text}"
-        )
+        # With tensor parallelism, that rank may have parts of the same replica.
+        return SMPPeerError(f"the step failed on rank {self.rank} of the job: {self.text}")
 
 
 class Failure(NamedTuple):

@@ -145,11 +145,8 @@ def init(config: Mapping[str, Any] | None = None, timeout: float = 300.0) -> Non
         error = wrong
     # All ranks raise: the others would wait for this one until their deadline.
     answers = _gathered(base.group(), error or config_found.as_dict())
-    failed = next((i for i, one in enumerate(answers) if isinstance(one, Exception)), None)
-    if failed is not None:
-        if error is not None:
-            raise error
-        raise type(answers[failed])(f"rank {failed}: {answers[failed]}")
+    if error is not None:
+        raise error
     compare(answers)
     _job = _Job(config_found, topology)
     if topology.rank == 0:

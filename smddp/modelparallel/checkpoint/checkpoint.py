@@ -33,15 +33,14 @@ from smddp.modelparallel.checkpoint.by_shape import forms_of_model, forms_of_opt
 from smddp.modelparallel.common.files import hash_of, read, remove_unfinished, write
 from smddp.modelparallel.common.lost import smp_errors
 from smddp.modelparallel.delayed.life import come_to_life, delayed
-from smddp.modelparallel.job.meeting import done_on_all
-from smddp.modelparallel.job.messenger import Messenger
+from smddp.modelparallel.job.meeting import done_on_all, together
 from smddp.modelparallel.job.state import state
 from smddp.modelparallel.optimizer.distributed_optimizer import FP16_STATES, merged
+from smddp.modelparallel.optimizer.half import half_precision
 from smddp.modelparallel.optimizer.shards import SHARD
 from smddp.modelparallel.partition.placement import MARKER, Decision
 from smddp.modelparallel.sharding.joined import SHARDS, united
 from smddp_smp.errors import SMPUsageError
-from smddp_smp.topology import CommGroup
 
 __all__ = [
     "full_state_dict",
@@ -184,35 +183,50 @@ def save_checkpoint(
             put in place of its modules.
         num_kept_partial_checkpoints: keep so many checkpoints in parts, this one included, and
             delete older ones, and what jobs have left that ended while they saved one; None keeps
-            all.
+            all. If the tag has a "/", only those in the same folder count.
 
     Raises:
         SMPInitializationError: `smp.init` has not been called.
-        SMPUsageError: there is nothing to save, num_kept_partial_checkpoints is less than 1, or an
-            entry cannot be saved as safetensors.
+        SMPUsageError: there is nothing to save, num_kept_partial_checkpoints is less than 1, ranks
+            have different tags, or an entry cannot be saved as safetensors.
         SMPPeerError: it has failed on another rank, or a rank is gone, or has not called it within
             the timeout of the process group.
         OSError: a file cannot be written.
     """
     first = state.topology.rank == 0
-    if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
-        raise SMPUsageError("save_checkpoint: num_kept_partial_checkpoints must be at least 1")
-    if model is None and optimizer is None and user_content is None:
-        raise SMPUsageError("save_checkpoint: pass what to save: model, optimizer or user_content")
-    # Another rank may still read a checkpoint of this name.
-    Messenger(state).barrier(CommGroup.WORLD)
+
+    def check() -> tuple[str, bool]:
+        if not isinstance(tag, str) or not tag:
+            raise SMPUsageError(f"save_checkpoint: the tag has to be a text, not {tag!r}")
+        if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
+            raise SMPUsageError("save_checkpoint: num_kept_partial_checkpoints must be at least 1")
+        if model is None and optimizer is None and user_content is None:
+            raise SMPUsageError(
+                "save_checkpoint: pass what to save: model, optimizer or user_content"
+            )
+        return tag, bool(partial)
+
+    # Nothing is written before all ranks are here: one may still read a checkpoint of this name.
+    with together("smp.save_checkpoint", state.groups.of("world")):
+        given = _on_all(check)
+    for rank, other in enumerate(given):
+        if other != given[0]:
+            raise SMPUsageError(
+                "save_checkpoint: all ranks have to pass the same tag and partial: rank 0 of the "
+                f"job has {given[0]}, rank {rank} has {other}"
+            )
     folder = Path(path)
 
     def write_all() -> None:
         if partial:
             _save_parts(folder / f"{tag}{_PARTIAL}", model, optimizer, user_content)
         else:
-            _save_whole(folder, tag, model, user_content, translate_if_full)
+            _save_whole(folder / tag, model, user_content, translate_if_full)
         if first:
             for name in (_NEWEST, _NEWEST_OF_KIND[partial]):
                 write(folder / name, lambda file: file.write(tag.encode()))
             if partial and num_kept_partial_checkpoints is not None:
-                _delete_old(folder, folder / f"{tag}{_PARTIAL}", num_kept_partial_checkpoints)
+                _delete_old(folder / f"{tag}{_PARTIAL}", num_kept_partial_checkpoints)
 
     _on_all(write_all)
 
@@ -222,27 +236,31 @@ def _on_all(work: Callable[[], Any]) -> list[Any]:
     return done_on_all("smp.save_checkpoint", work, state.groups.of("world"))
 
 
-def _save_whole(
-    folder: Path, tag: str, model: Any, user_content: Any, translate_if_full: bool
-) -> None:
+def _save_whole(file: Path, model: Any, user_content: Any, translate_if_full: bool) -> None:
     """Writes the whole model, and user_content."""
     first = state.topology.rank == 0
+    content = _content_of(file)
 
     def prepare() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         if first:  # otherwise that of an earlier model could stay with this one
-            (folder / f"user_content_{tag}").unlink(missing_ok=True)
-            remove_unfinished(folder, glob.escape(tag))
+            content.unlink(missing_ok=True)
+            remove_unfinished(file.parent, glob.escape(file.name))
 
     _on_all(prepare)
-    if tag.endswith(_INDEX):
-        _save_shards(folder / tag, model, translate_if_full)
+    if file.name.endswith(_INDEX):
+        _save_shards(file, model, translate_if_full)
     else:
         entries = model.state_dict() if model is not None else {}
         if first:
-            write_whole(folder / tag, _translated(entries) if translate_if_full else entries)
+            write_whole(file, _translated(entries) if translate_if_full else entries)
     if first:
-        write(folder / f"user_content_{tag}", lambda file: torch.save(user_content, file))
+        write(content, lambda stream: torch.save(user_content, stream))
+
+
+def _content_of(file: Path) -> Path:
+    """Returns the file of the user_content that belongs to a whole model."""
+    return file.with_name(f"user_content_{file.name}")
 
 
 def resume_from_checkpoint(
@@ -267,7 +285,8 @@ def resume_from_checkpoint(
             by any program.
         strict: as for load_state_dict.
         load_optimizer: load the optimizer, too; only from a checkpoint in parts. If there are
-            several, it is the last smp.DistributedOptimizer that was made.
+            several, it is the last smp.DistributedOptimizer that was made. A job in full precision
+            then gets the master weights of one in half precision as its parameters.
         load_sharded_optimizer_state: with sharded data parallelism, False loads only the master
             weights and the loss scale of the optimizer; else without effect.
         translate_function: if not partial, applied to the entries of the file before they are
@@ -304,7 +323,7 @@ def resume_from_checkpoint(
         model.load_state_dict(
             translate_function(entries) if translate_function else entries, strict
         )
-        return _user_content(folder / f"user_content_{tag}")
+        return _user_content(_content_of(file))
     parts = _parts(folder, tag)
     manifest = _manifest(parts)
     # All is read before any of it is loaded: a damaged file leaves the model as it is.
@@ -315,6 +334,8 @@ def resume_from_checkpoint(
     if _USER_CONTENT in manifest["hashes"]:
         _verified(parts, _USER_CONTENT, manifest)
     content = _user_content(parts / _USER_CONTENT)
+    if entries and whole is not None and half_precision() is None:
+        entries.update(_masters(whole, model, optimizer))
     if entries:
         model.load_state_dict(entries, strict)
     del entries
@@ -326,6 +347,18 @@ def resume_from_checkpoint(
     if manifest["partition"] is not None and not model.partitioned:
         model.runtime.placement.from_checkpoint = _division(manifest)
     return content
+
+
+def _masters(whole: dict[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
+    """Returns the master weights of a checkpoint by the names of their parameters.
+
+    The entries of the model are these, rounded to half precision. A job in full precision has no
+    masters, so these are its parameters.
+    """
+    masters, numbers = whole.get(FP16_STATES, {}).get("masters", {}), optimizer._param_id_to_index()
+    named = model.get_module().named_parameters(remove_duplicate=False)
+    found = ((name, masters.get(numbers.get(id(parameter)))) for name, parameter in named)
+    return {name: master for name, master in found if master is not None}
 
 
 def full_state_dict(path: str, tag: str | None = None) -> dict[str, Any]:
@@ -372,12 +405,15 @@ def _parts(folder: Path, tag: str | None) -> Path:
 
 def _newest(folder: Path, partial: bool) -> str:
     # Programs that do not know the files by kind write only `newest`.
-    for name in (_NEWEST_OF_KIND[partial], _NEWEST):
-        if (folder / name).exists():
-            return (folder / name).read_text().strip()
+    # They, or a full disk, may leave an empty one.
+    for file in (folder / _NEWEST_OF_KIND[partial], folder / _NEWEST):
+        if file.exists() and (tag := file.read_text().strip()):
+            return tag
     inside = folder.name.endswith(_PARTIAL)
     hint = f"; pass {folder.parent}, and the tag {folder.name.removesuffix(_PARTIAL)}"
     why = f"it has no file {_NEWEST}" if folder.exists() else "there is no such folder"
+    if (folder / _NEWEST).exists():
+        why = f"its file {_NEWEST} is empty; pass a tag"
     raise FileNotFoundError(f"there is no checkpoint in {folder}: {why}{hint if inside else ''}")
 
 
@@ -689,24 +725,32 @@ def _mapped(file: Path) -> dict[str, Any]:
     return found
 
 
-def _delete_old(folder: Path, newest: Path, keep: int) -> None:
-    """Deletes the oldest checkpoints in parts, so that `keep` are left with the newest one.
+def _delete_old(newest: Path, keep: int) -> None:
+    """Deletes the oldest checkpoints in parts beside the newest one, so that `keep` are left.
 
     Those that a job has begun to write or to replace, and has not finished, are of no use and go.
     """
-    unfinished = {f.parent for f in folder.glob(f"*{_PARTIAL}/{_UNFINISHED}")}
-    with_manifest = {f.parent for f in folder.glob(f"*{_PARTIAL}/{_MANIFEST}")}
+    all_of_them = set(newest.parent.glob(f"*{_PARTIAL}"))
+    with_manifest = {one for one in all_of_them if (one / _MANIFEST).exists()}
+    # A job that has begun one and left nothing that can be seen was killed at once.
+    unfinished = {
+        one for one in all_of_them if (one / _UNFINISHED).exists() or not any(one.glob("[!.]*"))
+    }
     complete = list(with_manifest - unfinished)
     # Times of files may be equal, or a clock may have been set back; so the newest one is known by
     # its name.
     complete.sort(key=lambda old: (old == newest, (old / _MANIFEST).stat().st_mtime_ns))
     for old in (*unfinished, *complete[: max(0, len(complete) - keep)]):
-        # What is left of the folder if this ends early does not count as a checkpoint. The parts go
-        # before the manifest, without which they could be those of the original library.
+        # What is left of the folder if this ends early does not count as a checkpoint, and goes the
+        # next time.
         write(old / _UNFINISHED, lambda _: None)
-        for part in old.glob("*.pt"):
-            part.unlink()
-        shutil.rmtree(old)
+        for part in old.iterdir():
+            if part.is_dir():
+                shutil.rmtree(part)
+            elif part.name != _UNFINISHED:
+                part.unlink()
+        (old / _UNFINISHED).unlink()
+        old.rmdir()
 
 
 def _user_content(file: Path) -> Any:

@@ -32,8 +32,8 @@ class Ranks(NamedTuple):
     Attributes:
         group: of these ranks.
         size: of the group.
-        losses: the sum over the group is the gradient of so many ranks' losses; it is divided by
-            their number.
+        losses: the sum over the group is the gradient of so many ranks' losses; the terms are
+            divided by their number.
     """
 
     group: dist.ProcessGroup
@@ -485,6 +485,8 @@ class DataParallel:
             except Exception as error:
                 self.hook_failure = self.hook_failure or error
         else:
+            # Divided before, as DDP does: the sum may be too large for float16, the mean is not.
+            bucket.buffer().div_(bucket.ranks.losses)
             bucket.work = dist.all_reduce(bucket.buffer(), group=bucket.ranks.group, async_op=True)
 
     def _collected(self) -> dict[nn.Parameter, torch.Tensor]:
@@ -503,7 +505,6 @@ class DataParallel:
                     continue
             else:
                 work.wait()
-                bucket.buffer().div_(bucket.ranks.losses)
             pieces = bucket.gradients()
             for parameter, piece in zip(bucket.parameters(), pieces, strict=True):
                 found[parameter] = piece if self.views else piece.clone()

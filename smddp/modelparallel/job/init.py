@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from smddp.modelparallel.job.groups import Groups
+from smddp.modelparallel.job.meeting import decided
 from smddp.modelparallel.job.state import state
 from smddp_launch import UNKNOWN_HOST, complete_from_launcher, complete_rendezvous
-from smddp_smp.config import Configuration, compare, configure, warn_of_second
-from smddp_smp.errors import SMPInitializationError
+from smddp_smp.config import Configuration, compare, configure, port_of, warn_of_second
+from smddp_smp.errors import SMPConfigurationError, SMPError, SMPInitializationError
+from smddp_smp.failure import summary
 from smddp_smp.logs import log, make_visible
 from smddp_smp.topology import Topology
 
 __all__ = ["init", "is_initialized", "shutdown"]
+
+# The store for the default process group, until that is made. It outlives a failed `smp.init`:
+# another rank may already be in the next one.
+_unused: list[distributed_c10d.Store] = []
 
 
 def is_initialized() -> bool:
@@ -37,9 +46,11 @@ def init(config: Mapping[str, Any] | None = None) -> None:
             SM_HP_MP_PARAMETERS overrides them.
 
     Raises:
-        SMPConfigurationError: the configuration is wrong.
+        SMPConfigurationError: the configuration is wrong, on this rank or another.
         SMPInitializationError: the number of ranks does not fit it, ranks have different
-            configurations, or nothing says where rank 0 is.
+            configurations, another rank has failed, or nothing says where rank 0 is.
+        SMPPeerError: another rank has not called it within 30 minutes, or the timeout of the
+            script's process group.
 
     Example:
         >>> smp.init({"partitions": 1, "microbatches": 2})
@@ -53,39 +64,10 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
-    cfg = configure(config, os.environ, warn=rank == 0)
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
-    local_rank = int(os.environ.get("LOCAL_RANK", str(rank % local_size)))
-    topology = Topology(
-        rank,
-        size,
-        local_rank,
-        local_size,
-        cfg.pipeline_parallel_degree,
-        cfg.tensor_parallel_degree,
-        cfg.placement_strategy,
-    )
-    if topology.rdp_size > 1 and not cfg.ddp:
-        raise SMPInitializationError(
-            f"{size} ranks make {topology.rdp_size} replicas of {topology.pp_size} partition(s); "
-            "data parallelism needs ddp: True in the configuration."
-        )
-    if topology.rdp_size % cfg.sharded_data_parallel_degree:
-        fits = size // topology.rdp_size * cfg.sharded_data_parallel_degree
-        factors = {
-            "pipeline_parallel_degree": topology.pp_size,
-            "tensor_parallel_degree": topology.tp_size,
-        }
-        why = "".join(f" / {name} {degree}" for name, degree in factors.items() if degree > 1)
-        raise SMPInitializationError(
-            f"sharded_data_parallel_degree {cfg.sharded_data_parallel_degree} does not divide "
-            f"smp.rdp_size(), which is {topology.rdp_size} ({size} ranks{why}): set it to a "
-            f"divisor of that, or start a multiple of {fits} ranks"
-        )
+    cfg, topology = _agreed(config, rank, size)
     owns = not dist.is_initialized()
     if owns:
         _bring_up(cfg, rank, size)
-    _compare(cfg)
     groups = Groups(topology, cfg.sharded_data_parallel_degree, _order_groups(cfg, topology))
     state.fill(cfg, topology, groups, owns)
     atexit.register(shutdown)
@@ -116,32 +98,114 @@ def _order_groups(cfg: Configuration, topology: Topology) -> list[tuple[int, ...
     return topology.in_blocks("dp", degree) if topology.tp_size * degree > 1 else []
 
 
-def _compare(cfg: Configuration) -> None:
-    """Raises on all ranks if they have different configurations."""
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, cfg.as_dict())
-    compare(everybody)
+def _agreed(
+    config: Mapping[str, Any] | None, rank: int, size: int
+) -> tuple[Configuration, Topology]:
+    """Returns what the configuration says; raises on all ranks if that of one is wrong or another.
+
+    There is no process group yet, in which the others would wait for a rank that has raised.
+    """
+    found = wrong = None
+    try:
+        found = _configured(config, rank, size)
+        mine: dict[str, Any] = {"values": found[0].as_dict()}
+    except Exception as error:
+        wrong = error
+        mine = {"error": _plain(error)}
+    text = json.dumps(mine, default=repr, skipkeys=True)
+    heard = decided("smp.init", text, _compared, _store(config, rank, size), rank, size)
+    if found is None or heard:
+        raise wrong or _error(json.loads(heard))
+    return found
 
 
-def _bring_up(cfg: Configuration, rank: int, size: int) -> None:
-    """Makes the default process group of torch.distributed.
+def _compared(told: list[str]) -> str:
+    """Returns the error of all ranks from what each of them tells; "" if there is none."""
+    answers = [json.loads(text) for text in told]
+    try:
+        compare([one.get("values") or _error(one["error"]) for one in answers])
+    except SMPError as error:
+        return json.dumps(_plain(error))
+    return ""
+
+
+def _plain(error: Exception) -> list[str]:
+    """Returns class and text of an error. No pickle: others may be able to write to the store."""
+    known = isinstance(error, SMPError)
+    return [type(error).__name__, str(error)] if known else ["", summary(error)]
+
+
+def _error(plain: list[str]) -> SMPError:
+    kinds = {kind.__name__: kind for kind in (SMPConfigurationError, SMPInitializationError)}
+    return kinds.get(plain[0], SMPInitializationError)(plain[1])
+
+
+def _configured(
+    config: Mapping[str, Any] | None, rank: int, size: int
+) -> tuple[Configuration, Topology]:
+    cfg = configure(config, os.environ, warn=rank == 0)
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+    local_rank = int(os.environ.get("LOCAL_RANK", str(rank % local_size)))
+    topology = Topology(
+        rank,
+        size,
+        local_rank,
+        local_size,
+        cfg.pipeline_parallel_degree,
+        cfg.tensor_parallel_degree,
+        cfg.placement_strategy,
+    )
+    if topology.rdp_size > 1 and not cfg.ddp:
+        raise SMPInitializationError(
+            f"{size} ranks make {topology.rdp_size} replicas of {topology.pp_size} partition(s); "
+            "data parallelism needs ddp: True in the configuration."
+        )
+    if topology.rdp_size % cfg.sharded_data_parallel_degree:
+        fits = size // topology.rdp_size * cfg.sharded_data_parallel_degree
+        factors = {
+            "pipeline_parallel_degree": topology.pp_size,
+            "tensor_parallel_degree": topology.tp_size,
+        }
+        why = "".join(f" / {name} {degree}" for name, degree in factors.items() if degree > 1)
+        raise SMPInitializationError(
+            f"sharded_data_parallel_degree {cfg.sharded_data_parallel_degree} does not divide "
+            f"smp.rdp_size(), which is {topology.rdp_size} ({size} ranks{why}): set it to a "
+            f"divisor of that, or start a multiple of {fits} ranks"
+        )
+    return cfg, topology
+
+
+def _store(config: Mapping[str, Any] | None, rank: int, size: int) -> distributed_c10d.Store:
+    """Returns the store of the default process group, or that with which to make it.
 
     Raises:
         SMPInitializationError: nothing says where rank 0 is.
     """
-    environ = os.environ
-    environ.setdefault("RANK", str(rank))
-    environ.setdefault("WORLD_SIZE", str(size))
-    if not complete_rendezvous(cfg.ddp_port):
-        raise SMPInitializationError(UNKNOWN_HOST)
+    if dist.is_initialized():
+        return distributed_c10d._get_default_store()
+    if not _unused:
+        environ = os.environ
+        environ.setdefault("RANK", str(rank))
+        environ.setdefault("WORLD_SIZE", str(size))
+        port = None if "MASTER_PORT" in environ else port_of(config, environ)
+        if not complete_rendezvous(port):
+            raise SMPInitializationError(UNKNOWN_HOST)
+        store, *_ = next(rendezvous("env://", timeout=dist.default_pg_timeout))
+        store.set_timeout(dist.default_pg_timeout)
+        _unused.append(store)
+    return _unused[0]
+
+
+def _bring_up(cfg: Configuration, rank: int, size: int) -> None:
+    """Makes the default process group of torch.distributed."""
     backend = {"auto": "smddp"}.get(cfg.ddp_dist_backend, cfg.ddp_dist_backend)
     if backend == "nccl":
         backend = "cpu:gloo,cuda:nccl"
     elif backend == "smddp":
         import smddp  # noqa: F401  registers the backend
-    dist.init_process_group(backend, rank=rank, world_size=size)
+    dist.init_process_group(backend, store=_unused.pop(), rank=rank, world_size=size)
     if torch.accelerator.is_available():
-        local_rank = int(environ.get("LOCAL_RANK", "0"))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
 
 

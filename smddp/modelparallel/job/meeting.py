@@ -22,6 +22,7 @@ from smddp_smp.failure import summary
 
 __all__ = [
     "Difference",
+    "decided",
     "done_on_all",
     "first_difference",
     "gathered",
@@ -35,6 +36,8 @@ log = logging.getLogger("smddp.modelparallel")
 _LOG_AFTER = timedelta(seconds=10)
 # Numbers the calls of this process. They are the same on all ranks as long as all make all calls.
 _numbers = itertools.count()
+# Likewise, of `decided`.
+_decisions = itertools.count()
 
 
 @contextlib.contextmanager
@@ -49,18 +52,75 @@ def together(what: str, group: dist.ProcessGroup) -> Iterator[None]:
         SMPPeerError: a rank has not made it within the timeout of the process group, or has failed
             in it.
     """
-    missing, everybody = _meet(what, group), _listed(dist.get_process_group_ranks(group))
+    store = distributed_c10d._get_process_group_store(group)
+    ranks = dist.get_process_group_ranks(group)
+    with _met(what, store, f"smp/meeting{next(_numbers)}", "", ranks[group.rank()], ranks):
+        yield
+
+
+def decided(
+    what: str,
+    mine: str,
+    decide: Callable[[list[str]], str],
+    store: distributed_c10d.Store,
+    rank: int,
+    size: int,
+) -> str:
+    """Returns what rank 0 decides from what each rank of the job tells; needs no process group.
+
+    If it decides anything but "", no rank leaves before the others know it, or `_LOG_AFTER` has
+    passed: rank 0 may serve the store, and its script may end then.
+
+    Args:
+        what: the call; for messages.
+        mine: what this rank tells.
+        decide: what rank 0 does with what all have told, by rank.
+        store: which all ranks reach.
+        rank: of this process.
+        size: of the job.
+
+    Raises:
+        SMPPeerError: a rank has not made the call within the timeout of the store.
+    """
+    name, ranks = f"smp/decision{next(_decisions)}", range(size)
+    with _met(what, store, name, mine, rank, ranks):
+        if rank == 0:
+            told = [store.get(f"{name}/{one}").decode() for one in ranks]
+            store.set(name, decide(told))
+        decision: str = store.get(name).decode()
+    if decision:
+        with contextlib.suppress(RuntimeError):
+            store.set(f"{name}/known/{rank}", "")
+            store.wait([f"{name}/known/{one}" for one in ranks], _LOG_AFTER)
+    return decision
+
+
+@contextlib.contextmanager
+def _met(
+    what: str, store: distributed_c10d.Store, name: str, text: str, me: int, ranks: Sequence[int]
+) -> Iterator[None]:
+    """Surrounds a call: warns if ranks do not come, and lets its errors name them.
+
+    Args:
+        what: the call; for messages.
+        store: of the ranks.
+        name: of the call in the store.
+        text: that this rank puts there, at its number.
+        me: this rank, of the job.
+        ranks: that have to make the call.
+    """
+    missing = _meet(what, store, name, text, me, ranks)
     try:
         yield
     except RuntimeError as error:
         if late := missing():
             raise SMPPeerError(
-                f"{what}: rank {_listed(late)} of the job did not answer; ranks {everybody} have "
-                f"to call it, at the same point of the script ({error})"
+                f"{what}: rank {_listed(late)} of the job did not answer; ranks {_listed(ranks)} "
+                f"have to call it, at the same point of the script ({error})"
             ) from error
         if isinstance(error, dist.DistError):
             raise SMPPeerError(
-                f"{what} failed, though ranks {everybody} of the job have called it: {error}"
+                f"{what} failed, though ranks {_listed(ranks)} of the job have called it: {error}"
             ) from error
         # An error of other code, such as the model's: gloo has no class of its own.
         raise
@@ -174,22 +234,21 @@ def first_difference(
     return None
 
 
-def _listed(ranks: list[int]) -> str:
+def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(spans(ranks))
 
 
-def _meet(what: str, group: dist.ProcessGroup) -> Callable[[], list[int]]:
+def _meet(
+    what: str, store: distributed_c10d.Store, name: str, text: str, me: int, ranks: Sequence[int]
+) -> Callable[[], list[int]]:
     """Waits for the other ranks for `_LOG_AFTER`, and warns if some have not come.
 
     Returns:
         A function that returns the ranks, of the job, that have not come until then; none if the
         store is gone.
     """
-    store = distributed_c10d._get_process_group_store(group)
-    ranks, number = dist.get_process_group_ranks(group), next(_numbers)
-    keys = {rank: f"smp/meeting{number}/{rank}" for rank in ranks}
-    me = ranks[group.rank()]
-    store.set(keys[me], "")
+    keys = {rank: f"{name}/{rank}" for rank in ranks}
+    store.set(keys[me], text)
 
     def missing() -> list[int]:
         try:

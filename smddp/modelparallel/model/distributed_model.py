@@ -370,10 +370,10 @@ class DistributedModel(ModelQueries):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients on this rank; see nn.Module."""
         super().zero_grad(set_to_none)
-        if self.partitioned:
-            for parameter in self.runtime.optimised():
-                if parameter.grad is not None:
-                    parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
+        if self.partitioned and self.runtime.sharding is not None:
+            for shard in self.runtime.optimised():  # the module does not know the shards
+                if shard.grad is not None:
+                    shard.grad = None if set_to_none else torch.zeros_like(shard.grad)
 
     def cpu(self) -> DistributedModel:
         """Gathers all parameters and buffers on every rank of the pipeline, in host memory.

@@ -393,6 +393,8 @@ class Ending:
         return self.result
 
     def who(self, peer: int) -> str:
-        """Returns how messages name a rank of the pipeline."""
+        """Returns how messages name a rank of the pipeline; there is none with one partition."""
         of_job = self._job_ranks[peer]
+        if len(self._job_ranks) == 1:
+            return f"rank {of_job} of the job"
         return f"rank {peer} of the pipeline" + (f" (rank {of_job} of the job)" * (of_job != peer))

@@ -226,9 +226,7 @@ class OrderGroup:
             self._channel.interrupt()
         self._events = None
         for peer, error in self._channel.broken.items():
-            raise SMPPeerError(
-                f"rank {self.ranks[peer]} of the job, of another replica, was lost: {error}"
-            ) from error
+            raise SMPPeerError(f"rank {self.ranks[peer]} of the job was lost: {error}") from error
         outcomes = {**self._outcomes, self._rank: own}
         return [outcomes[member] for member in sorted(outcomes)]
 

@@ -547,10 +547,7 @@ class Gathers:
         if _FAILED in said:
             if number == _FAILED:
                 return
-            raise SMPPeerError(
-                "the step failed on another replica of the model, on rank "
-                f"{ranks[said.index(_FAILED)]} of the job"
-            )
+            raise SMPPeerError(f"the step failed on rank {ranks[said.index(_FAILED)]} of the job")
         other = next(place for place, value in enumerate(said) if value != number)
         raise SMPUsageError(
             "the ranks of a sharding group have to use the same parameters in the same order: rank "

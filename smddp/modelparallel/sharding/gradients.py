@@ -189,8 +189,8 @@ class ShardedSum(GradientSum):
         sent = bucket.zeros()
         bucket.fill(sent, {} if gradient is None else {entry.number: gradient})
         part = torch.empty(bucket.part, dtype=bucket.dtype, device=bucket.device)
-        dist.reduce_scatter_tensor(part, sent, group=self._group)
-        return part.div_(entry.degree)
+        dist.reduce_scatter_tensor(part, sent.div_(bucket.degree), group=self._group)
+        return part
 
     @property
     def any_late(self) -> bool:
@@ -251,6 +251,8 @@ class ShardedSum(GradientSum):
             bucket.fill(sent, gradients)
         part = torch.empty(bucket.part, dtype=bucket.dtype, device=bucket.device)
         self._next_sent.append(part)
+        # Divided before: the sum may be too large for float16, the mean is not.
+        sent.div_(bucket.degree)
         work = dist.reduce_scatter_tensor(part, sent, group=self._group, async_op=True)
         self._works.append((work, bucket, sent, part))
         self._next_sent.clear()
@@ -269,7 +271,6 @@ class ShardedSum(GradientSum):
         work, bucket, _, part = self._works[0]
         work.wait()
         self._works.popleft()
-        part.div_(bucket.degree)
         for entry, piece in zip(bucket.entries, bucket.pieces(part), strict=True):
             total = self._totals.get(entry.number)
             self._totals[entry.number] = piece if total is None else total.add_(piece)

@@ -35,9 +35,9 @@ pytestmark = pytest.mark.multiprocess
 NAME = "tied gpt"
 
 
-def begin(pp: int, seed: int = 0, **config: Any) -> tuple[Any, Any]:
+def begin(pp: int, seed: int = 0, name: str = NAME, **config: Any) -> tuple[Any, Any]:
     smp.init({"partitions": pp, "ddp": True, "microbatches": 2, **config})
-    module = make(NAME)
+    module = make(name)
     if seed:
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(seed))
@@ -46,10 +46,10 @@ def begin(pp: int, seed: int = 0, **config: Any) -> tuple[Any, Any]:
     return model, smp.DistributedOptimizer(optimizer)
 
 
-def train(model: Any, optimizer: Any, steps: range) -> None:
+def train(model: Any, optimizer: Any, steps: range, name: str = NAME) -> None:
     for step in steps:
         optimizer.zero_grad()
-        train_step(model, NAME, *batch_of(NAME, step, 0))
+        train_step(model, name, *batch_of(name, step, 0))
         optimizer.step()
 
 
@@ -261,6 +261,47 @@ def test_partitions_that_were_empty_stay_empty(tmp_path: Path) -> None:
     del manifest["partitions"]
     file.write_text(json.dumps(manifest))
     assert 1 in check_ranks(pinned, "2", str(tmp_path), True)[0]
+
+
+def saving_half(path: str, name: str, config: dict[str, Any]) -> Any:
+    model, optimizer = begin(2, name=name, fp16=True, **config)
+    train(model, optimizer, range(2), name)
+    smp.save_checkpoint(path, "half", model=model, optimizer=optimizer)
+    numbers = smp.state.param_name_to_index_tp_group[0]
+    masters = optimizer.state_dict()["fp16_states"]["masters"]
+    return {name: masters[number] for name, number in numbers.items()}, dict(model.state_dict())
+
+
+def loading_half(pp: int, path: str, name: str, later: bool) -> Any:
+    model, optimizer = begin(pp, seed=5, name=name)
+    if later:
+        train(model, optimizer, range(1), name)
+    found = []
+    for load_optimizer in (False, True):
+        smp.resume_from_checkpoint(path, "half", load_optimizer=load_optimizer)
+        found.append({key: value.clone() for key, value in model.state_dict().items()})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("shared layer", {}),  # the parameter has two names
+        (NAME, {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 1}),
+    ],
+)
+def test_a_job_in_full_precision_gets_the_masters(
+    tmp_path: Path, name: str, config: dict[str, Any]
+) -> None:
+    masters, half = check_ranks(saving_half, "4", str(tmp_path), name, config)[0]
+    if name == "shared layer":
+        masters |= {f"4.{key}": masters[f"0.{key}"] for key in ("weight", "bias")}
+    rounded = {key: value.float() for key, value in half.items()}
+    assert masters.keys() == rounded.keys()
+    assert any(not torch.equal(masters[key], rounded[key]) for key in masters)
+    for pp, later in ((1, False), (2, True)):
+        for found in check_ranks(loading_half, "2", pp, str(tmp_path), name, later):
+            same(found, [rounded, masters])
 
 
 def begin_shared() -> Any:
@@ -507,27 +548,84 @@ def test_a_rank_that_cannot_write_is_named_on_all(tmp_path: Path) -> None:
     check_ranks(with_a_full_disk, "2", str(tmp_path))
 
 
-def test_a_folder_that_is_being_deleted_is_no_checkpoint(
+def test_a_job_may_be_killed_while_it_deletes_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What is left is no checkpoint, does not count as one, and goes with the next."""
     check_ranks(saving, "2", 2, str(tmp_path))
-    monkeypatch.setattr(shutil, "rmtree", lambda _: None)
-    checkpoint._delete_old(tmp_path, tmp_path / "newer_partial", 0)
-    with pytest.raises(FileNotFoundError, match="there is no complete checkpoint"):
-        checkpoint.full_state_dict(str(tmp_path), "two")
+    files = len(list((tmp_path / "two_partial").iterdir()))
+    for allowed in range(files + 2):
+        folder = tmp_path / str(allowed)
+        shutil.copytree(tmp_path / "two_partial", folder / "two_partial")
+        shutil.copytree(tmp_path / "two_partial", folder / "new_partial")
+        (folder / "two_partial" / ".model_0.pt.17.part").touch()
+        left = [allowed]
+
+        def killed(real: Any, *arguments: Any, left: list[int] = left, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise InterruptedError
+            return real(*arguments, **options)
+
+        with monkeypatch.context() as patched:
+            for name in ("unlink", "rmdir"):
+                patched.setattr(os, name, functools.partial(killed, getattr(os, name)))
+            with pytest.raises(InterruptedError):
+                checkpoint._delete_old(folder / "new_partial", 1)
+        with pytest.raises(FileNotFoundError, match=r"there is no (complete )?checkpoint"):
+            full_state_dict(str(folder), "two")
+        shutil.copytree(tmp_path / "two_partial", folder / "newer_partial")
+        checkpoint._delete_old(folder / "newer_partial", 2)
+        assert sorted(os.listdir(folder)) == ["new_partial", "newer_partial"], allowed
 
 
 def test_checkpoints_that_cannot_be_loaded_are_not_kept(tmp_path: Path) -> None:
-    for time_of_end, name in enumerate("abcde"):
+    for time_of_end, name in enumerate("abcdef"):
         part = tmp_path / f"{name}_partial"
         part.mkdir()
-        for file in {"c": ["unfinished"], "d": ["manifest.json", "unfinished"]}.get(
-            name, ["manifest.json"]
-        ):
+        for file in {
+            "c": ["unfinished"],
+            "d": ["manifest.json", "unfinished"],
+            "f": [".unfinished.4711.part"],
+        }.get(name, ["manifest.json"]):
             (part / file).touch()
             os.utime(part / file, (time_of_end, time_of_end))
-    checkpoint._delete_old(tmp_path, tmp_path / "e_partial", 2)
-    assert sorted(part.name for part in tmp_path.iterdir()) == ["b_partial", "e_partial"]
+    (tmp_path / "original_partial").mkdir()
+    (tmp_path / "original_partial" / "model_0.pt").touch()
+    checkpoint._delete_old(tmp_path / "e_partial", 2)
+    kept = ["b_partial", "e_partial", "original_partial"]
+    assert sorted(part.name for part in tmp_path.iterdir()) == kept
+
+
+def tags_of_all_kinds(path: str) -> None:
+    model, optimizer = begin(2)
+    train(model, optimizer, range(1))
+    for wrong in ("", 5, None):
+        with pytest.raises(SMPUsageError, match=f"the tag has to be a text, not {wrong!r}"):
+            smp.save_checkpoint(path, wrong, model=model)  # type: ignore[arg-type]
+    assert not Path(path).exists()
+    with pytest.raises(
+        SMPUsageError, match=r"rank 0 of the job has \('t0', True\), rank 1 has \('t1', True\)"
+    ):
+        smp.save_checkpoint(path, f"t{smp.rank()}", model=model)
+    kind: Any = SMPUsageError if smp.rank() == 1 else SMPPeerError
+    with pytest.raises(kind, match="num_kept_partial_checkpoints must be at least 1"):
+        smp.save_checkpoint(
+            path, "t", model=model, num_kept_partial_checkpoints=0 if smp.rank() == 1 else None
+        )
+    for partial in (True, False):
+        for tag in ("run/1", "run/2", "run/3"):
+            smp.save_checkpoint(path, tag, partial, model, None, tag, True, 2 if partial else None)
+        assert smp.resume_from_checkpoint(path, partial=partial) == "run/3"
+        assert smp.resume_from_checkpoint(path, "run/2", partial=partial) == "run/2"
+    assert sorted(one.name for one in Path(path, "run").glob("*_partial")) == [
+        "2_partial",
+        "3_partial",
+    ]
+
+
+def test_tags(tmp_path: Path) -> None:
+    check_ranks(tags_of_all_kinds, "2", str(tmp_path / "new"))
 
 
 def test_two_processes_with_one_id_may_write_the_same_file(tmp_path: Path) -> None:
@@ -552,6 +650,9 @@ def test_what_a_killed_job_leaves_is_deleted(tmp_path: Path) -> None:
 
 
 def test_a_wrong_folder_comes_with_a_hint(tmp_path: Path) -> None:
+    (tmp_path / "newest").touch()
+    with pytest.raises(FileNotFoundError, match="its file newest is empty; pass a tag"):
+        checkpoint.full_state_dict(str(tmp_path))
     (tmp_path / "whole").touch()
     (tmp_path / "newest").write_text("whole")
     with pytest.raises(FileNotFoundError, match=f"the whole model, {tmp_path}/whole, which"):

@@ -221,6 +221,15 @@ def many_questions(pp: int, folder: str, backend: str) -> Any:
         len(before) - len(list(model.local_parameters()))
     )
     assert optimizer.step() == "stepped"
+    # Gradients are set to 0 in place, as by nn.Module: they may be views of a bucket.
+    gradients = [parameter.grad for parameter in model.local_parameters()]
+    model.zero_grad(set_to_none=False)
+    for parameter, gradient in zip(model.local_parameters(), gradients, strict=True):
+        assert gradient is not None
+        assert parameter.grad is gradient
+        assert not gradient.any()
+    model.zero_grad()
+    assert all(parameter.grad is None for parameter in model.local_parameters())
 
     # Without tensor parallelism nothing is divided that way.
     assert not list(model.distributed_modules())

@@ -507,3 +507,37 @@ def test_scalers_are_what_the_arguments_say() -> None:
         make_scaler(1.0, True, {"windows": 3})
     with pytest.raises(SMPUsageError, match="scale_factor must be more than 1"):
         make_scaler(1.0, True, {"scale_factor": 0.5})
+
+
+LARGE = 40000.0  # two of these are too large for float16
+
+
+def averages_large_gradients(config: dict[str, Any], use: str) -> list[float]:
+    smp.init({"ddp": True, **config})
+    model = smp.DistributedModel(nn.Linear(8, 1, bias=False).half())
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> None:
+        model.backward(model(x).sum())
+
+    x = torch.full((1, 8), LARGE, dtype=torch.float16)
+    for _ in range(3):  # from the second step on, sharded gradients are reduced ahead
+        model.zero_grad(set_to_none=True)
+        if use == "step":
+            step(model, x)
+        else:
+            model(x).sum().backward()
+    return [float(p.grad.float().max()) for p in model.local_parameters()]
+
+
+@pytest.mark.parametrize(
+    ("config", "use"),
+    [
+        ({}, "step"),
+        ({}, "backward"),
+        # One parameter is a bucket of its own, and over 4 ranks shards are averaged again.
+        ({"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}, "step"),
+    ],
+)
+def test_the_mean_of_large_gradients_is_finite(config: dict[str, Any], use: str) -> None:
+    assert check_ranks(averages_large_gradients, "4", config, use) == [[LARGE]] * 4

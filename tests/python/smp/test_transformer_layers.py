@@ -515,7 +515,7 @@ MISUSE: dict[str, tuple[Any, str]] = {
     "vocabulary": (lambda: small(vocab_size=5, distribute_embedding=True), "vocab_size=5"),
     "length": (lambda: small()((torch.zeros(1, 2).long(), None)), "not one of length 2"),
     "no tuple": (lambda: small()(torch.zeros(1, 2).long()), "one tuple .input_ids.*not a Tensor"),
-    "no ids": (lambda: small()((None,) * 5), "input_ids is None"),
+    "no ids": (lambda: small()((None,) * 5), "input_ids has to be .*; it is None"),
     "types": (lambda: small()((IDS, None, IDS, None, None)), "need num_token_types"),
     "labels": (lambda: small(add_lm_head=False)((IDS, None, None, None, IDS)), "add_lm_head"),
     "positions": (lambda: small()((torch.zeros(1, 5).long(), *[None] * 4)), "num_positions=4"),
@@ -586,6 +586,52 @@ MISUSE: dict[str, tuple[Any, str]] = {
         )
         for shape in ((1, 1, 1, 2), (1, 3), (2, 2), (2,), (1, 1))
     },
+    **{
+        f"{name} of {shape} and {dtype}": (
+            lambda name=name, shape=shape, dtype=dtype: with_ids(
+                **{name: torch.zeros(shape, dtype=dtype)}
+            ),
+            rf"LMHead: {name} has to be \[2, 3\], \[B, S\], (int32 or )?int64; it is "
+            rf"{re.escape(str(list(shape)))}, {str(dtype).removeprefix('torch.')}$",
+        )
+        for name, shape, dtype in (
+            ("token_type_ids", (2, 4), torch.int64),
+            ("token_type_ids", (3, 3), torch.int64),
+            ("token_type_ids", (2, 3), torch.float32),
+            ("token_type_ids", (2, 1), torch.int64),
+            ("position_ids", (2, 2), torch.int64),
+            ("position_ids", (1, 2, 3), torch.int64),
+            ("position_ids", (), torch.int64),
+            ("position_ids", (2, 3), torch.bool),
+            ("labels", (3, 2), torch.int64),  # a transposed batch gave a loss
+            ("labels", (6,), torch.int64),
+            ("labels", (1, 3), torch.int64),
+            ("labels", (2, 3), torch.int32),
+            ("labels", (2, 3, 1), torch.int64),
+        )
+    },
+    "labels that are no tensor": (
+        lambda: with_ids(labels=[[0]]),
+        r"labels has to be \[2, 3\], \[B, S\], int64; it is list",
+    ),
+    "labels of a divided vocabulary": (
+        lambda: with_ids({"distribute_embedding": True}, labels=torch.zeros(3, 2).long()),
+        r"labels has to be \[2, 3\], \[B, S\], int64; it is \[3, 2\], int64",
+    ),
+    "token ids of one dimension": (
+        lambda: small()((IDS[0], None, None, None, None)),
+        r"input_ids has to be \[B, S\]; it is \[2\]",
+    ),
+    "token ids of floats": (
+        lambda: small()((IDS.float(), None, None, None, None)),
+        "input_ids has to be .*, int32 or int64; it is .*, float32",
+    ),
+    "rotary positions": (
+        lambda: DistributedAttentionLayer(2, 4, 8, rotary_dim=2)(
+            (torch.zeros(2, 3, 8), None), torch.zeros(2, 2)
+        ),
+        r"positions has to be \[2, 3\], \[B, S\]; it is \[2, 2\], float32",
+    ),
     "mask that is no tensor": (
         lambda: small()((IDS, [[0, 0]], None, None, None)),
         "attention_mask has to be .*; it is list",
@@ -644,6 +690,12 @@ def small(**options: Any) -> DistributedTransformerLMHead:
         "num_positions": 4,
     }
     return DistributedTransformerLMHead(**{**given, **options})
+
+
+def with_ids(options: dict[str, Any] | None = None, **given: Any) -> Any:
+    names = ("token_type_ids", "position_ids", "labels")
+    model = small(num_token_types=2, **(options or {}))
+    return model((torch.zeros(2, 3).long(), None, *(given.get(name) for name in names)))
 
 
 def table(heading: str) -> list[list[str]]:
@@ -730,6 +782,20 @@ def misuse() -> None:
 
 def test_misuse_is_an_error_that_says_what_to_do() -> None:
     check_ranks(misuse, "2")
+
+
+def ids_that_broadcast() -> None:
+    begin()
+    model = small(num_token_types=2, hidden_dropout_prob=0.0, attention_dropout_prob=0.0)
+    ids = torch.tensor([[0, 5, 2], [3, 1, 4]])
+    whole = torch.tensor([[0, 1, 1], [0, 1, 1]])
+    expected = model((ids, None, whole, whole, ids))
+    for row in (whole[:1], whole[0], whole[:1].int()):
+        assert torch.equal(model((ids, None, row, row, ids)), expected)
+
+
+def test_types_and_positions_may_be_those_of_one_example() -> None:
+    check_ranks(ids_that_broadcast, "2")
 
 
 def dropped() -> Any:

@@ -22,6 +22,7 @@ from smddp.modelparallel.tensor.transformer.options import (
     MASKED,
     at_least_fp32,
     check_divides,
+    check_ids,
     check_mask,
     unpack,
 )
@@ -233,6 +234,7 @@ class DistributedAttentionLayer(HiddenStatesModule):
         key, value = self._heads(self.key(states)), self._heads(self.value(states))
         if self.rotary_dim is not None:
             if positions is not None:
+                check_ids(_OWNER, "positions", positions, (batch, everything.shape[1]), real=True)
                 positions = self.exchange.gather(positions.expand(batch, -1))
             query, key = (_rotated(x, self.rotary_dim, positions) for x in (query, key))
         if mask is not None:

@@ -20,6 +20,7 @@ from smddp.modelparallel.tensor.transformer.options import (
     additive,
     arguments_of,
     at_least_fp32,
+    check_ids,
     check_mask,
     unpack,
 )
@@ -157,10 +158,11 @@ class DistributedTransformerLMHead(HiddenStatesModule):
         Args:
             inputs: (input_ids, attention_mask, token_type_ids, position_ids, labels), or with
                 add_cross_attention (input_ids, attention_mask, token_type_ids, position_ids,
-                cross_states, cross_mask, labels). Ids and labels are [B, S]; masks are [B, S], with
-                1 where a token is masked; cross_states are [B, S2, H]. All but input_ids may be
-                None. If cross_states is None or missing with its mask, there is no cross-attention.
-                Positions without a label, as in padding, have the label -100.
+                cross_states, cross_mask, labels). Ids and labels are [B, S], types and positions
+                also [1, S]; masks are [B, S], with 1 where a token is masked; cross_states are
+                [B, S2, H]. All but input_ids may be None. If cross_states is None or missing with
+                its mask, there is no cross-attention. Positions without a label, as in padding,
+                have the label -100.
             named: must be empty.
 
         Returns:
@@ -174,12 +176,18 @@ class DistributedTransformerLMHead(HiddenStatesModule):
         """
         forms = (_CROSS, _SELF) if self.add_cross_attention else (_SELF,)
         ids, mask, types, positions, *cross, labels = unpack(_OWNER, inputs, named, *forms)
-        if ids is None:
-            raise SMPUsageError(f"{_OWNER}: input_ids is None")
+        if not isinstance(ids, Tensor) or ids.dim() != 2:
+            found = list(ids.shape) if isinstance(ids, Tensor) else ids
+            raise SMPUsageError(f"{_OWNER}: input_ids has to be [B, S]; it is {found}")
         if labels is not None and not self.add_lm_head:
             raise SMPUsageError(f"{_OWNER}: labels need add_lm_head=True")
+        shape = tuple(ids.shape)
+        check_ids(_OWNER, "input_ids", ids, shape)
+        check_ids(_OWNER, "token_type_ids", types, shape)
+        check_ids(_OWNER, "position_ids", positions, shape, real=self.rotary)
+        check_ids(_OWNER, "labels", labels, shape, whole=True)
         masked = "[B, S], with 1 for a masked token"
-        check_mask(_OWNER, "attention_mask", mask, tuple(ids.shape), masked)
+        check_mask(_OWNER, "attention_mask", mask, shape, masked)
         hidden = self._embedded(ids, types, positions)
         others = [_score_mask(mask, hidden.dtype)]
         if cross:

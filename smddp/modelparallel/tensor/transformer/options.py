@@ -20,6 +20,7 @@ __all__ = [
     "arguments_of",
     "at_least_fp32",
     "check_divides",
+    "check_ids",
     "check_mask",
     "unpack",
 ]
@@ -126,6 +127,42 @@ def check_mask(owner: str, name: str, mask: Any, shape: tuple[int, ...], text: s
         or any(own not in (1, wanted) for own, wanted in zip(mask.shape, shape, strict=True))
     ):
         raise SMPUsageError(f"{owner}: {name} has to be {list(shape)}, {text}; it is {found}")
+
+
+def check_ids(
+    owner: str, name: str, ids: Any, shape: tuple[int, ...], whole: bool = False, real: bool = False
+) -> None:
+    """Checks numbers of tokens, of their types or of positions.
+
+    Args:
+        owner: takes them, for the text of an error.
+        name: of the argument.
+        ids: None is right.
+        shape: [B, S]. Without `whole`, they only have to broadcast to it, with all of S.
+        whole: they are labels: of this shape and int64. Otherwise they may also be int32.
+        real: they may have any dtype.
+
+    Raises:
+        SMPUsageError: they have another shape or dtype.
+    """
+    if ids is None:
+        return
+    kinds = (torch.int64,) if whole else (torch.int32, torch.int64)
+    text = " or ".join(str(kind).removeprefix("torch.") for kind in kinds)
+    found: Any = type(ids).__name__
+    if isinstance(ids, Tensor):
+        found = f"{list(ids.shape)}, {str(ids.dtype).removeprefix('torch.')}"
+        begin = len(shape) - ids.dim()
+        broadcasts = (
+            not whole
+            and 0 < ids.dim() <= len(shape)
+            and ids.shape[-1] == shape[-1]
+            and all(own in (1, n) for own, n in zip(ids.shape, shape[begin:], strict=True))
+        )
+        if (broadcasts or tuple(ids.shape) == shape) and (real or ids.dtype in kinds):
+            return
+    wanted = f"{list(shape)}, [B, S]" + ("" if real else f", {text}")
+    raise SMPUsageError(f"{owner}: {name} has to be {wanted}; it is {found}")
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

@@ -1,0 +1,157 @@
+"""What `smp.init` says on all ranks if the configuration of one is wrong, or another one."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import arrive, await_ranks, check_ranks, listen, run_ranks
+
+import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.job import meeting
+from smddp_smp.config import ENVIRONMENT_VARIABLE, port_of
+from smddp_smp.errors import SMPConfigurationError, SMPInitializationError
+
+pytestmark = pytest.mark.multiprocess
+
+RIGHT = {"ddp": True}
+
+# What the ranks but 1 have, what rank 1 has, the class of the error, its text on rank 1, and what
+# the text of the others begins with.
+ON_ONE_RANK: list[tuple[Any, Any, type[Exception], str, str]] = [
+    (
+        RIGHT,
+        {**RIGHT, "microbatches": 0},
+        SMPConfigurationError,
+        "The number of microbatches must be a positive integer. The configuration (smp.init) has "
+        "'microbatches': 0",
+        "rank 1: ",
+    ),
+    (RIGHT, "{", SMPConfigurationError, "SM_HP_MP_PARAMETERS is not JSON: ", "rank 1: "),
+    (
+        RIGHT,
+        {**RIGHT, "partitions": 5},
+        SMPInitializationError,
+        "3 ranks cannot be divided into pipelines of 5",
+        "rank 1: ",
+    ),
+    (
+        {"ddp": True, "microbatches": 2},
+        {"ddp": True, "microbatches": 4},
+        SMPInitializationError,
+        "the ranks have different configurations: microbatches is 2 on rank 0, 4 on rank 1",
+        "",
+    ),
+    # Ranks with these could not even make a process group.
+    (
+        {"ddp": True, "ddp_dist_backend": "gloo"},
+        {"ddp": True},
+        SMPInitializationError,
+        "the ranks have different configurations: ddp_dist_backend is 'gloo' on rank 0, 'auto' on "
+        "rank 1",
+        "",
+    ),
+]
+
+
+def wrong_on_one_rank(cases: list[int], group_of_script: bool) -> list[tuple[str, str]]:
+    if group_of_script:
+        dist.init_process_group("gloo")
+    found = []
+    for number in cases:
+        others, mine, *_ = ON_ONE_RANK[number]
+        config = mine if os.environ["RANK"] == "1" else others
+        if isinstance(config, str):
+            os.environ[ENVIRONMENT_VARIABLE] = config
+        with pytest.raises((SMPConfigurationError, SMPInitializationError)) as caught:
+            smp.init(config if isinstance(config, dict) else None)
+        os.environ.pop(ENVIRONMENT_VARIABLE, None)
+        assert not smp.is_initialized()
+        assert dist.is_initialized() == group_of_script
+        found.append((type(caught.value).__name__, str(caught.value)))
+    # The right one may follow.
+    smp.init({"ddp": True})
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == dist.get_world_size()
+    return found
+
+
+@pytest.mark.parametrize("how", ["launcher serves", "rank 0 serves", "group of the script"])
+def test_a_configuration_that_is_wrong_on_one_rank(how: str) -> None:
+    cases = list(range(len(ON_ONE_RANK)))
+    found = check_ranks(
+        wrong_on_one_rank,
+        "3",
+        cases,
+        how == "group of the script",
+        rank_0_serves=how == "rank 0 serves",
+    )
+    for rank, of_rank in enumerate(found):
+        for (_, _, kind, text, prefix), (name, said) in zip(ON_ONE_RANK, of_rank, strict=True):
+            assert name == kind.__name__
+            assert said.startswith(text if rank == 1 else f"{prefix}{text}")
+
+
+def ends_with_its_error() -> None:
+    smp.init({**RIGHT, "microbatches": 0 if os.environ["RANK"] == "1" else 1})
+
+
+def test_all_ranks_hear_of_it_before_the_store_ends() -> None:
+    for outcome in run_ranks(ends_with_its_error, "4", rank_0_serves=True):
+        where = "" if outcome.rank == 1 else "rank 1: "
+        assert f"SMPConfigurationError: {where}The number of microbatches must" in outcome.trace
+
+
+def a_warning_is_an_error() -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises((UserWarning, SMPInitializationError)) as caught:
+            smp.init({"ddp": True, "microbatch": 4})  # only rank 0 warns
+    return str(caught.value)
+
+
+def test_an_error_that_is_not_of_smp() -> None:
+    own, other = check_ranks(a_warning_is_an_error, "2")
+    assert own.startswith("smp ignores the unknown configuration key 'microbatch'")
+    assert other == f"rank 0: UserWarning: {own}"
+
+
+def comes_late() -> list[str]:
+    meeting._LOG_AFTER = timedelta(seconds=1)
+    said = listen()
+    if os.environ["RANK"] == "1":
+        await_ranks("warned", 1)
+    else:
+        threading.Thread(target=_arrive_when_warned, args=(said,)).start()
+    smp.init({"partitions": 2})
+    return said
+
+
+def _arrive_when_warned(said: list[str]) -> None:
+    while not said:
+        time.sleep(0.01)
+    arrive("warned")
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    assert check_ranks(comes_late, "2")[0] == [
+        "smp: smp.init on rank 0 waits for rank 1 of the job. Ranks 0-1 have to call it, at the "
+        "same point of the script"
+    ]
+
+
+def test_the_port_does_not_depend_on_other_keys() -> None:
+    """Otherwise a rank with a wrong key would wait for the others at another port."""
+    assert port_of({"microbatches": 0, "ddp_port": 7}, {}) == 7
+    assert port_of({"ddp_port": 7}, {ENVIRONMENT_VARIABLE: '{"ddp_port": 8}'}) == 8
+    assert port_of(None, {}) is None
+    with pytest.raises(SMPConfigurationError, match="Invalid port number x"):
+        port_of({"ddp_port": "x"}, {})
