@@ -54,7 +54,9 @@ class Divided(Protocol):
     numbers: dict[int, int]
     variables: dict[int, int]
     mine: set[int]
-    handles: set[int]
+
+    @property
+    def handles(self) -> set[int]: ...
 
     def numbers_of(self, variables: Sequence[Any]) -> list[int]:
         """Returns the numbers of trainable variables; raises SMPUsageError."""
