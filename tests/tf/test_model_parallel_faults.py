@@ -253,6 +253,62 @@ def test_a_rank_that_cannot_save_or_restore(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "good" / "partition_0" / "division.json").read_text())
 
 
+def resumed(folder: str) -> None:
+    """Goes on from a checkpoint with a new model and a new optimizer, as a new process does."""
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    kinds = tf.keras.optimizers
+
+    def begin(optimizer: Any) -> tuple[Any, Any, Any]:
+        model = model_of(smp, tf)
+
+        @smp.step
+        def step(rows: Any) -> Any:
+            loss = tf.reduce_sum(model(rows) ** 2)
+            return loss, optimizer.get_gradients(loss, model.trainable_variables)
+
+        def train() -> list[Any]:
+            _, gradients = step(tf.ones((4, 3)))
+            gradients = [one.accumulate() for one in gradients]
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            return [np.array(variable) for variable in model.variables]
+
+        step(tf.ones((4, 3)))
+        checkpoint = smp.Checkpoint(model=model, optimizer=optimizer)
+        return train, smp.CheckpointManager(checkpoint, place), model
+
+    classes = [kinds.Adam]
+    if os.environ.get("TF_USE_LEGACY_KERAS"):
+        classes.append(kinds.legacy.Adam)
+    for kind in classes:
+        place = f"{folder}/{kind.__module__}"
+        train, manager, _ = begin(kind(0.1))
+        train()
+        train()
+        manager.save()
+        expected = train()
+        smp.shutdown()
+        train, manager, _ = begin(kind(0.1))
+        assert manager.restore() == "ckpt-1"
+        for one, other in zip(train(), expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+        smp.shutdown()
+        _, manager, model = begin(kinds.SGD(0.1))
+        before = [np.array(variable) for variable in model.variables]
+        said = error_of(manager.restore)
+        assert "'optimizer' has more variables in the checkpoint" in said, said
+        for one, other in zip(model.variables, before, strict=True):
+            np.testing.assert_array_equal(np.array(one), other)
+        smp.shutdown()
+
+
+@jobs.BOTH_KERAS
+def test_a_checkpoint_has_the_state_of_the_optimizer(env: Any, tmp_path: Path) -> None:
+    jobs.run(resumed, "2", str(tmp_path), env=env, timeout=120)
+
+
 # --- values ---------------------------------------------------------------------------------------
 
 

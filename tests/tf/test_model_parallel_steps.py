@@ -404,8 +404,10 @@ def dropping(name: str, distributed: bool) -> Any:
         (one, first), (other, second) = found
         return [one, other], [(a + b) / 2 for a, b in zip(first, second, strict=True)]
 
-    def divided(rows: Any, training: bool, step: Any = smp.step(step)) -> Any:
-        loss, gradients = step(rows, training)
+    divided_step = smp.step(step)
+
+    def divided(rows: Any, training: bool) -> Any:
+        loss, gradients = divided_step(rows, training)
         return loss.outputs, [gradient.accumulate() for gradient in gradients]
 
     for training in (False, True, True, False, True):
