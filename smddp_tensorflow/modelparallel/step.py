@@ -595,6 +595,6 @@ def _shared_executor() -> Executor:
 
 def _forget() -> None:
     global _executor
-    if _executor is not None:
-        _executor.close()
-    _executor = None
+    executor, _executor = _executor, None
+    if executor is not None:
+        executor.close()

@@ -204,6 +204,47 @@ def test_shutdown_waits_for_the_end_of_a_step() -> None:
     jobs.run(slow, "3", timeout=60)
 
 
+def left_before() -> None:
+    """Leaves the job before smp, after a step and after one that has failed; begins again."""
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+    import smdistributed.modelparallel.tensorflow as smp
+    from smddp_tensorflow.modelparallel import job
+
+    for fails in (False, True, False):
+        model = model_of(smp, tf)
+
+        def call(rows: Any, bad: bool, model: Any = model) -> Any:
+            if bad and tf.executing_eagerly():
+                raise KeyError("this step only")
+            return model(rows)
+
+        step = smp.step(call)
+        assert step(tf.ones((4, 3)), False).merge().shape == (4, 2)
+        if fails:
+            assert "this step only" in error_of(step, tf.ones((4, 3)), True)
+        sdp.shutdown()
+        smp.shutdown()
+        assert not smp.is_initialized()
+        assert not sdp.is_initialized()
+    smp.init(TWO, timeout=60)
+
+    def stop() -> None:
+        raise KeyError("a function of shutdown")
+
+    job.at_shutdown(stop)
+    assert "a function of shutdown" in error_of(smp.shutdown)
+    assert not smp.is_initialized()
+    model = model_of(smp, tf)
+    assert smp.step(lambda rows: model(rows))(tf.ones((4, 3))).merge().shape == (4, 2)
+    smp.shutdown()
+
+
+def test_smp_shutdown_after_the_job_was_left() -> None:
+    jobs.run(left_before, "2", timeout=100)
+
+
 def unsaved(folder: str) -> list[str]:
     import tensorflow as tf
 
