@@ -333,13 +333,20 @@ def oob_allreduce(
     compression: type[_Compressor] = Compression.none,
     op: ReduceOp = ReduceOp.AVERAGE,
 ) -> tf.Tensor:
-    """Averages a tensor over ranks, outside of the gradients: a loss or a metric.
+    """Combines the tensors of all ranks, outside of the gradients: a loss or a metric.
+
+    The average of integers is that of their type: their sum, which wraps, divided and truncated.
+    Cast them to float64 before, or take their SUM.
+
+    Args:
+        tensor: of one shape and type on all ranks.
+        compression: what travels.
+        op: how; the original library has AVERAGE only.
 
     Raises:
-        ValueError: `op` is not AVERAGE.
+        ValueError: `op` is no ReduceOp, or `compression` is not of Compression.
+        TypeError: the tensor is sparse.
     """
-    if op is not ReduceOp.AVERAGE:
-        raise ValueError("smddp: oob_allreduce averages; op must be ReduceOp.AVERAGE")
     return allreduce_all([tensor], op, compression)[0]
 
 

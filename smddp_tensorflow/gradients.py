@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -191,6 +192,15 @@ def DistributedOptimizer(  # noqa: N802
 _Averager = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
 
+class _Inside(threading.local):
+    """Does this thread run an optimizer with gradients that are averaged already?"""
+
+    is_averaged = False
+
+
+_inside = _Inside()
+
+
 def _averager_of(optimizer: Any) -> _Averager | None:
     found: _Averager | None = getattr(type(optimizer), "_over_ranks", None)
     return found
@@ -198,6 +208,18 @@ def _averager_of(optimizer: Any) -> _Averager | None:
 
 def _with_averager(optimizer: Any, over_ranks: _Averager) -> Any:
     kind = type(optimizer)
+
+    def apply_averaged(apply: Callable[..., Any], grads: Any, variables: Any) -> Any:
+        # A LossScaleOptimizer has averaged what it gives the optimizer in it.
+        if _inside.is_averaged:
+            return apply(grads)
+        grads = over_ranks(grads, variables)
+        _inside.is_averaged = True
+        try:
+            return apply(grads)
+        finally:
+            _inside.is_averaged = False
+
     if hasattr(kind, "apply"):  # Keras 3
 
         def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
@@ -206,9 +228,11 @@ def _with_averager(optimizer: Any, over_ranks: _Averager) -> Any:
                 if trainable_variables is None
                 else list(trainable_variables)
             )
-            if len(grads) == len(variables):  # else Keras says what is wrong
-                grads = over_ranks(grads, variables)
-            return kind.apply(self, grads, trainable_variables)
+            if len(grads) != len(variables):
+                return kind.apply(self, grads, trainable_variables)  # Keras says what is wrong
+            return apply_averaged(
+                lambda made: kind.apply(self, made, trainable_variables), grads, variables
+            )
 
         methods: dict[str, Any] = {"apply": apply}
     elif hasattr(kind, "apply_gradients"):
@@ -216,9 +240,12 @@ def _with_averager(optimizer: Any, over_ranks: _Averager) -> Any:
         def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
             variables = [variable for _, variable in pairs]
-            made = over_ranks([gradient for gradient, _ in pairs], variables)
-            return kind.apply_gradients(
-                self, list(zip(made, variables, strict=True)), *args, **kwargs
+            return apply_averaged(
+                lambda made: kind.apply_gradients(
+                    self, list(zip(made, variables, strict=True)), *args, **kwargs
+                ),
+                [gradient for gradient, _ in pairs],
+                variables,
             )
 
         methods = {"apply_gradients": apply_gradients}
@@ -247,10 +274,8 @@ def _install_for_loss_scaling() -> None:
 def _seen_initialize(initialize: Any) -> Any:
     @functools.wraps(initialize)
     def seen(self: Any, inner_optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        over_ranks = _averager_of(inner_optimizer)
-        if over_ranks is not None:
-            inner_optimizer.__class__ = type(inner_optimizer).__base__
         initialize(self, inner_optimizer, *args, **kwargs)
+        over_ranks = _averager_of(inner_optimizer)
         if over_ranks is not None:
             _with_averager(self, over_ranks)
 

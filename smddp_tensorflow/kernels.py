@@ -1,7 +1,7 @@
 """Compiles the operations of kernels.cc for the installed TensorFlow, once, and loads them.
 
 The interface between TensorFlow and operations of others changes with each of its versions, so the
-library is made on this machine. Without a compiler, operations run through `tf.numpy_function`.
+library is made on this machine. Without a compiler, operations run through `tf.py_function`.
 """
 
 from __future__ import annotations

@@ -173,13 +173,15 @@ class Channel:
 
     def close(self) -> None:
         """Ends the receive that may be left of a step; nothing can be sent any more."""
+        # If another rank fails elsewhere, it does not come. A group that this process has left with
+        # the whole job, before smp, raises ValueError; nothing is left to end then.
+        may_be_gone = contextlib.suppress(smddp_numpy.Error, ValueError)
         if self.peers:
-            # Another rank may not have taken the last message of a step yet. If it fails elsewhere,
-            # it does not come.
-            with contextlib.suppress(smddp_numpy.Error):
+            with may_be_gone:  # another rank may not have taken the last message of a step yet
                 self._group.barrier(timeout=_PATIENCE)
         if self._posted is not None:
-            self._group.abort("smp.shutdown() was called")
+            with may_be_gone:
+                self._group.abort("smp.shutdown() was called")
 
     def interrupt(self) -> None:
         """Ends the `take` that waits, or else the next one."""

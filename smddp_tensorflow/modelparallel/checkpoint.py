@@ -89,7 +89,8 @@ class CheckpointManager:
                 partitions have saved.
 
         Raises:
-            SMPUsageError: before the first step, or there is no such checkpoint.
+            SMPUsageError: before the first step, there is no such checkpoint, or one of its
+                optimizers has more variables.
             SMPPartitionError: it was saved from another model, or with another division.
             SMPPeerError: another rank could not restore; on that, its own error.
         """
@@ -116,6 +117,7 @@ class CheckpointManager:
                     f"the checkpoint in {self._directory} was saved from another model, or with "
                     "another division: use the same `partitions`, and the same smp.partition"
                 )
+            self._check_optimizers(mine, str(folder / name))
             mine.restore(str(folder / name)).assert_existing_objects_matched()
         self._next = _number_of(name) + 1
         return name
@@ -141,15 +143,44 @@ class CheckpointManager:
                     for number, weight in enumerate(model._divided.weights)
                     if model._divided.is_mine(weight)
                 }
-            elif hasattr(item, "apply_gradients"):
-                if hasattr(item, "build") and not getattr(item, "built", True):
-                    item.build(model.trainable_variables)
+            elif _is_optimizer(item):
+                _build(item, model.trainable_variables)
                 held = map(as_tensor, variables_of(item))
                 parts[name] = {str(number): variable for number, variable in enumerate(held)}
             else:
                 parts[name] = item
         parts.pop("save_counter", None)
         return tf.train.Checkpoint(**parts)
+
+    def _check_optimizers(self, mine: Any, path: str) -> None:
+        """Checks that optimizers have all variables of a checkpoint; TensorFlow would ignore some.
+
+        Raises:
+            SMPUsageError: one has not.
+        """
+        keys, parts = [key for key, _ in tf.train.list_variables(path)], mine._trackable_children()
+        for name, item in self.checkpoint._trackable_children().items():
+            saved = {key.split("/")[1] for key in keys if key.startswith(f"{name}/")}
+            if _is_optimizer(item) and not saved <= parts[name].keys():
+                raise SMPUsageError(
+                    f"CheckpointManager.restore: {name!r} has more variables in the checkpoint "
+                    f"{path} than here, where it has {len(parts[name])}: make an optimizer of the "
+                    "same class, with the same arguments"
+                )
+
+
+def _is_optimizer(item: Any) -> bool:
+    return hasattr(item, "apply_gradients")
+
+
+def _build(optimizer: Any, variables: Any) -> None:
+    """Makes an optimizer's variables, unless it has them; else a value would have no place."""
+    if hasattr(optimizer, "_create_all_weights"):  # a legacy one of Keras 2
+        optimizer._create_all_weights(variables)
+        return
+    is_built = getattr(optimizer, "built", getattr(optimizer, "_built", False))  # Keras 3, Keras 2
+    if hasattr(optimizer, "build") and not is_built:
+        optimizer.build(variables)
 
 
 def _delete_older(folder: Path, keep: int) -> None:

@@ -252,17 +252,17 @@ def used_by_code(model: Model, found: Trace) -> list[Any]:
     return [one for one in found.used if id(one) not in weights and _has_values(one)]
 
 
-def changed_by_body(model: Model, found: Trace, used: list[Any]) -> list[Any]:
+def changed_by_body(model: Model, division: Division, found: Trace, used: list[Any]) -> list[Any]:
     """Returns those of `used_by_code` that code on rank 0 may assign to, such as those of metrics.
 
-    They are in the same order on all ranks.
+    They are in the same order on all ranks. Layers that live on rank 0 run there as the body does.
     """
     numbers = {id(handle) for handle in used}
     return list(
         {
             id(handle): handle
             for handle, stack in found.changed
-            if id(handle) in numbers and model.home(stack) == 0
+            if id(handle) in numbers and division.owners[model.home(stack)] == 0
         }.values()
     )
 

@@ -45,7 +45,6 @@ class Divided(Protocol):
         numbers: of the layers, by id.
         variables: numbers of the trainable variables, by the id of the variable of TensorFlow.
         mine: numbers of those that this rank owns.
-        handles: ids of the handles of all variables.
     """
 
     layers: list[Any]
@@ -54,7 +53,10 @@ class Divided(Protocol):
     numbers: dict[int, int]
     variables: dict[int, int]
     mine: set[int]
-    handles: set[int]
+
+    @property
+    def handles(self) -> set[int]:
+        """Ids of the handles of all variables."""
 
     def numbers_of(self, variables: Sequence[Any]) -> list[int]:
         """Returns the numbers of trainable variables; raises SMPUsageError."""

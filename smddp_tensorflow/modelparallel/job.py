@@ -177,13 +177,19 @@ def shutdown() -> None:
     global _job
     if _job is None:
         return
-    while _at_shutdown:
-        _at_shutdown.pop()()
     job, _job = _job, None
-    for kind in ("channel", "dp", "pp"):
-        if job.groups[kind] in base.groups:  # else the process has left the job before
-            base.groups.remove(job.groups[kind])
-        job.groups[kind].leave()
+    with contextlib.ExitStack() as stack:  # an error of one does not keep the others
+        for kind in ("pp", "dp", "channel"):
+            stack.callback(_leave, job.groups[kind])
+        for function in _at_shutdown:
+            stack.callback(function)
+        _at_shutdown.clear()
+
+
+def _leave(one: smddp_numpy.Group) -> None:
+    if one in base.groups:  # else the process has left the job before
+        base.groups.remove(one)
+    one.leave()
 
 
 def cfg() -> Configuration:

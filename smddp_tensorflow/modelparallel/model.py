@@ -64,10 +64,14 @@ class _Divided:
                 self.owner_of.setdefault(id(as_tensor(weight)), 0 if owner is None else owner)
         root = model.layers[0]
         self.weights = list(root.weights)
-        self.handles = {handle_of(weight) for weight in self.weights}
         self.trainable = list(root.trainable_variables)
         self.variables = {id(as_tensor(one)): i for i, one in enumerate(self.trainable)}
         self.mine = {number for key, number in self.variables.items() if self.owner_of[key] == rank}
+
+    @property
+    def handles(self) -> set[int]:
+        """Those of now: `_free` replaces handles, and another one may get the id of an old one."""
+        return {handle_of(weight) for weight in self.weights}
 
     def numbers_of(self, variables: Iterable[Any]) -> list[int]:
         """Returns the numbers of trainable variables.

@@ -455,7 +455,7 @@ def _traced(found: Trace, planned: Any) -> _Traced:
     present = {number for number, there in zip(numbers, found.present, strict=False) if there}
     outline = tf.nest.map_structure(outline_of, found.result)
     used = used_by_code(planned.model, found)
-    changed = changed_by_body(planned.model, found, used)
+    changed = changed_by_body(planned.model, planned.division, found, used)
     return _Traced(planned, found.trains, outline, set(numbers), present, changed, used)
 
 
@@ -595,6 +595,6 @@ def _shared_executor() -> Executor:
 
 def _forget() -> None:
     global _executor
-    if _executor is not None:
-        _executor.close()
-    _executor = None
+    executor, _executor = _executor, None
+    if executor is not None:
+        executor.close()

@@ -72,6 +72,16 @@ def collectives() -> None:
                     assert np.array_equal(found.numpy(), expected.numpy()), (shape, kind)
     mean = sdp.oob_allreduce(tf.constant([1.0, 2.0]) * (me + 1))
     np.testing.assert_allclose(mean, np.array([1.0, 2.0]) * (size + 1) / 2)
+    counts = tf.constant([200, 2 * me + 1], tf.uint8)
+    total = 200 * size % 256  # wraps
+    for op, expected in (
+        (sdp.ReduceOp.AVERAGE, [total // size, size]),
+        (sdp.ReduceOp.SUM, [total, size * size]),
+        (sdp.ReduceOp.MIN, [200, 1]),
+        (sdp.ReduceOp.MAX, [200, 2 * size - 1]),
+    ):
+        for function in (sdp.oob_allreduce, tf.function(sdp.oob_allreduce)):
+            assert function(counts, op=op).numpy().tolist() == expected
     mixed = [tf.Variable(3.0), tf.Variable(5.0, dtype=tf.float64)]
 
     def gradient() -> Any:
@@ -99,7 +109,7 @@ def collectives() -> None:
             ValueError,
             "compression is 'fp16': it has to be Compression.none or",
         ),
-        (lambda: sdp.oob_allreduce(mean, op=sdp.ReduceOp.SUM), ValueError, "averages"),
+        (lambda: sdp.oob_allreduce(mean, op="sum"), ValueError, "is no ReduceOp"),
         (lambda: sdp.broadcast(mean, 9), ValueError, "root_rank 9 is no rank"),
         (lambda: sdp.DistributedOptimizer(3), TypeError, "is no optimizer of Keras"),
         (

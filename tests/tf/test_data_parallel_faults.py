@@ -591,30 +591,81 @@ def test_all_ranks_skip_the_same_steps(env: Any) -> None:
     assert first[-1] != first[1]
 
 
+def recompiled() -> list[list[Any]]:
+    """Gives the same optimizer to `compile` twice, and uses it without scales at last."""
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    sdp.init(timeout=60)
+    keras = tf.keras
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    x = np.full((2, 2), (1 + sdp.rank()) / 4, np.float32)
+    found = []
+    for op, rate in ((sdp.ReduceOp.AVERAGE, 0.25), (sdp.ReduceOp.SUM, 0.125)):
+        model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)])
+        model.build((None, 2))
+        optimizer = sdp.DistributedOptimizer(keras.optimizers.SGD(rate), op=op)
+        values, compiled = [], optimizer
+        for _ in range(2):
+            model.compile(optimizer=compiled, loss="mse")
+            if os.environ.get("TF_USE_LEGACY_KERAS"):
+                compiled = model.optimizer  # Keras 2 refuses to put another one around the first
+            assert isinstance(model.optimizer, keras.mixed_precision.LossScaleOptimizer)
+            for _ in range(3):
+                model.fit(x, np.zeros((2, 1)), verbose=0)
+                values.append(model.trainable_variables[0].numpy().tolist())
+        gradient = tf.constant([[1.0], [1.0]]) * (1.0 + sdp.rank())
+        optimizer.apply_gradients([(gradient, model.trainable_variables[0])])
+        values.append(model.trainable_variables[0].numpy().tolist())
+        found.append(values)
+    sdp.shutdown()
+    return found
+
+
+@jobs.BOTH_KERAS
+def test_an_optimizer_that_is_compiled_twice_averages_once_each_time(env: Any) -> None:
+    first, second = jobs.run(recompiled, "2", env=env)
+    assert first == second
+    averages, sums = first
+    assert averages == sums
+    assert len({str(value) for value in averages}) > 4  # it has trained
+    change = np.array(averages[-1]) - averages[-2]
+    np.testing.assert_allclose(change, [[-0.25 * 1.5]] * 2, rtol=1e-6)
+
+
 def saved(folder: str) -> None:
     import tensorflow as tf
 
     import smdistributed.dataparallel.tensorflow as sdp
 
     sdp.init(timeout=60)
-    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
-    model.build((None, 2))
-    optimizer = sdp.DistributedOptimizer(tf.keras.optimizers.Adam(0.25), bucket_cap_mb=0.5)
-    model.compile(optimizer=optimizer, loss="mse")
-    x = np.ones((4, 2), np.float32)
-    model.fit(x, x[:, :1], verbose=0)
-    model.save(f"{folder}/{sdp.rank()}.keras")
+    for policy in ("float32", "mixed_float16"):
+        tf.keras.mixed_precision.set_global_policy(policy)
+        model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+        model.build((None, 2))
+        optimizer = sdp.DistributedOptimizer(tf.keras.optimizers.Adam(0.25), bucket_cap_mb=0.5)
+        model.compile(optimizer=optimizer, loss="mse")
+        x = np.ones((4, 2), np.float32)
+        model.fit(x, x[:, :1], verbose=0)
+        model.save(f"{folder}/{policy}{sdp.rank()}.keras")
     sdp.shutdown()
 
 
 def loaded(folder: str) -> None:
     import tensorflow as tf
 
-    model = tf.keras.models.load_model(f"{folder}/0.keras")
-    assert type(model.optimizer) is tf.keras.optimizers.Adam
-    assert float(model.optimizer.learning_rate) == 0.25
-    x = np.ones((4, 2), np.float32)
-    model.fit(x, x[:, :1], verbose=0)
+    for policy in ("float32", "mixed_float16"):
+        tf.keras.mixed_precision.set_global_policy(policy)
+        model = tf.keras.models.load_model(f"{folder}/{policy}0.keras")
+        optimizer = model.optimizer
+        if policy != "float32":
+            assert isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
+            optimizer = optimizer.inner_optimizer
+        assert type(optimizer) is tf.keras.optimizers.Adam
+        assert float(optimizer.learning_rate) == 0.25
+        x = np.ones((4, 2), np.float32)
+        model.fit(x, x[:, :1], verbose=0)
 
 
 @jobs.BOTH_KERAS

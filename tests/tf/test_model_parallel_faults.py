@@ -204,6 +204,47 @@ def test_shutdown_waits_for_the_end_of_a_step() -> None:
     jobs.run(slow, "3", timeout=60)
 
 
+def left_before() -> None:
+    """Leaves the job before smp, after a step and after one that has failed; begins again."""
+    import tensorflow as tf
+
+    import smdistributed.dataparallel.tensorflow as sdp
+    import smdistributed.modelparallel.tensorflow as smp
+    from smddp_tensorflow.modelparallel import job
+
+    for fails in (False, True, False):
+        model = model_of(smp, tf)
+
+        def call(rows: Any, bad: bool, model: Any = model) -> Any:
+            if bad and tf.executing_eagerly():
+                raise KeyError("this step only")
+            return model(rows)
+
+        step = smp.step(call)
+        assert step(tf.ones((4, 3)), False).merge().shape == (4, 2)
+        if fails:
+            assert "this step only" in error_of(step, tf.ones((4, 3)), True)
+        sdp.shutdown()
+        smp.shutdown()
+        assert not smp.is_initialized()
+        assert not sdp.is_initialized()
+    smp.init(TWO, timeout=60)
+
+    def stop() -> None:
+        raise KeyError("a function of shutdown")
+
+    job.at_shutdown(stop)
+    assert "a function of shutdown" in error_of(smp.shutdown)
+    assert not smp.is_initialized()
+    model = model_of(smp, tf)
+    assert smp.step(lambda rows: model(rows))(tf.ones((4, 3))).merge().shape == (4, 2)
+    smp.shutdown()
+
+
+def test_smp_shutdown_after_the_job_was_left() -> None:
+    jobs.run(left_before, "2", timeout=100)
+
+
 def unsaved(folder: str) -> list[str]:
     import tensorflow as tf
 
@@ -251,6 +292,62 @@ def test_a_rank_that_cannot_save_or_restore(tmp_path: Path) -> None:
     assert "SMPPeerError" not in first[2] != "nothing", first[2]
     assert "SMPPeerError: save_model has failed on rank 0" in second[2], second[2]
     assert json.loads((tmp_path / "good" / "partition_0" / "division.json").read_text())
+
+
+def resumed(folder: str) -> None:
+    """Goes on from a checkpoint with a new model and a new optimizer, as a new process does."""
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    kinds = tf.keras.optimizers
+
+    def begin(optimizer: Any) -> tuple[Any, Any, Any]:
+        model = model_of(smp, tf)
+
+        @smp.step
+        def step(rows: Any) -> Any:
+            loss = tf.reduce_sum(model(rows) ** 2)
+            return loss, optimizer.get_gradients(loss, model.trainable_variables)
+
+        def train() -> list[Any]:
+            _, gradients = step(tf.ones((4, 3)))
+            gradients = [one.accumulate() for one in gradients]
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            return [np.array(variable) for variable in model.variables]
+
+        step(tf.ones((4, 3)))
+        checkpoint = smp.Checkpoint(model=model, optimizer=optimizer)
+        return train, smp.CheckpointManager(checkpoint, place), model
+
+    classes = [kinds.Adam]
+    if os.environ.get("TF_USE_LEGACY_KERAS"):
+        classes.append(kinds.legacy.Adam)
+    for kind in classes:
+        place = f"{folder}/{kind.__module__}"
+        train, manager, _ = begin(kind(0.1))
+        train()
+        train()
+        manager.save()
+        expected = train()
+        smp.shutdown()
+        train, manager, _ = begin(kind(0.1))
+        assert manager.restore() == "ckpt-1"
+        for one, other in zip(train(), expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+        smp.shutdown()
+        _, manager, model = begin(kinds.SGD(0.1))
+        before = [np.array(variable) for variable in model.variables]
+        said = error_of(manager.restore)
+        assert "'optimizer' has more variables in the checkpoint" in said, said
+        for one, other in zip(model.variables, before, strict=True):
+            np.testing.assert_array_equal(np.array(one), other)
+        smp.shutdown()
+
+
+@jobs.BOTH_KERAS
+def test_a_checkpoint_has_the_state_of_the_optimizer(env: Any, tmp_path: Path) -> None:
+    jobs.run(resumed, "2", str(tmp_path), env=env, timeout=120)
 
 
 # --- values ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import types
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import jobs
 import numpy as np
+import pytest
 from jobs import error_of
 from test_model_parallel_faults import TWO, model_of
 
@@ -288,8 +290,12 @@ def later_metrics() -> None:
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
+    from smddp_tensorflow.modelparallel.trace import handle_of
 
     model, x = begun(smp, tf)
+    # No ids of handles that the division has freed: a metric's handle may get one.
+    divided = model._divided
+    assert divided.handles == {handle_of(weight) for weight in divided.weights}
     metrics: list[Any] = []
     counted = tf.Variable(0.0)
     traces: list[int] = []
@@ -338,6 +344,99 @@ def later_metrics() -> None:
 @jobs.BOTH_KERAS
 def test_metrics_that_are_made_after_the_first_step(env: Any) -> None:
     jobs.run(later_metrics, "2", env=env, timeout=200)
+
+
+def dropping(name: str, distributed: bool) -> Any:
+    """Trains a model with a Dropout; returns losses, weights by number, and states of Dropout."""
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    layer = tf.keras.layers
+    base, partition = tf.keras.Model, contextlib.nullcontext
+    if distributed:
+        smp.init({**TWO, "auto_partition": name == "sequential", "default_partition": 0})
+        base, partition = smp.DistributedModel, smp.partition
+
+    class Block(layer.Layer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.drop = layer.Dense(16), layer.Dropout(0.5)
+
+        def call(self, x: Any, training: Any = None) -> Any:
+            return self.drop(self.dense(x), training=training)
+
+    class Blocks(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = Block()
+            with partition(1):
+                self.second = Block()
+            self.drops = [self.first.drop, self.second.drop]
+
+        def call(self, x: Any, training: Any = None) -> Any:
+            return self.second(self.first(x, training=training), training=training)
+
+    class Sequential(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.drops = [layer.Dropout(0.5)]
+            self.layer = tf.keras.Sequential([layer.Dense(16), *self.drops, layer.Dense(2)])
+
+        def call(self, x: Any, training: Any = None) -> Any:
+            return self.layer(x, training=training)
+
+    tf.keras.utils.set_random_seed(3)
+    model = {"blocks": Blocks, "sequential": Sequential}[name]()
+    optimizer, losses = tf.keras.optimizers.SGD(0.01), []
+    x = tf.reshape(tf.range(48.0), (8, 6)) / 48
+
+    def step(rows: Any, training: bool) -> Any:
+        loss = tf.reduce_mean(model(rows, training=training) ** 2)
+        return loss, optimizer.get_gradients(loss, model.trainable_variables)
+
+    def alone(rows: Any, training: bool) -> Any:
+        found = []
+        for part in tf.split(rows, 2):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(part, training=training) ** 2)
+            found.append((loss, tape.gradient(loss, model.trainable_variables)))
+        (one, first), (other, second) = found
+        return [one, other], [(a + b) / 2 for a, b in zip(first, second, strict=True)]
+
+    divided_step = smp.step(step)
+
+    def divided(rows: Any, training: bool) -> Any:
+        loss, gradients = divided_step(rows, training)
+        return loss.outputs, [gradient.accumulate() for gradient in gradients]
+
+    for training in (False, True, True, False, True):
+        loss, gradients = (divided if distributed else alone)(x, training)
+        losses += map(float, loss)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    weights = model._divided.weights if distributed else model.weights
+    own = {id(weight) for weight in model.weights}
+    values = {n: np.array(one) for n, one in enumerate(weights) if id(one) in own}
+    states = [drop.seed_generator.state.numpy().tolist() for drop in model.drops]
+    if distributed:
+        smp.shutdown()
+    return losses, values, states
+
+
+@pytest.mark.parametrize("name", ["blocks", "sequential"])
+def test_a_layer_with_state_and_without_weights(name: str) -> None:
+    ((losses, weights, states),) = jobs.run(dropping, "1", name, False, timeout=120)
+    ranks = jobs.run(dropping, "2", name, True, timeout=120)
+    held: dict[int, Any] = {}
+    for found, values, _ in ranks:
+        np.testing.assert_allclose(found, losses, rtol=1e-5)
+        held |= values
+    assert held.keys() == weights.keys()
+    for number, value in held.items():
+        np.testing.assert_allclose(value, weights[number], rtol=1e-5, atol=1e-6)
+    # All ranks have the state of what runs on the first one, and the owner that of its layer.
+    assert ranks[0][2][0] == ranks[1][2][0] == states[0] != [3, 0]
+    assert ranks[1][2] == states
 
 
 def own_state() -> None:
