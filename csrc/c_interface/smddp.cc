@@ -259,7 +259,7 @@ smddp_status smddp_join(const char* host, int port, int rank, int size, double t
     auto where = static_cast<uint16_t>(port);
     std::optional<smddp::store::Server> server;
     if (rank == 0) {
-      server.emplace(host, where);
+      server.emplace(host, where, joined->timeout);
       where = server->port();
     }
     smddp::store::Client store(host, where, joined->timeout);

@@ -45,16 +45,16 @@ uint16_t portOf(const FileDescriptor& socket) {
 
 }  // namespace
 
-Server::Server(const std::string& host, uint16_t port)
+Server::Server(const std::string& host, uint16_t port, Nanoseconds timeout)
     : stop_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!stop_) raiseErrno(ErrorKind::Resource, "no descriptor left for the store");
-  const auto addresses = resolve(host, port);
+  const auto addresses = resolve(host, port, timeout);
   for (const addrinfo* one = addresses.get(); one && !listener_; one = one->ai_next) {
     listener_ = listenAt(*one);
     if (!listener_ && errno == EADDRINUSE) break;
   }
   if (!listener_ && errno == EADDRNOTAVAIL) {
-    const auto everywhere = resolve("", port);
+    const auto everywhere = resolve("", port, timeout);
     for (const addrinfo* one = everywhere.get(); one && !listener_; one = one->ai_next) {
       listener_ = listenAt(*one);
     }

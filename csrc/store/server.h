@@ -4,7 +4,7 @@
 // anything but requests is disconnected.
 //
 // Threads: the constructor starts one; the destructor ends it, and with it the connections. Errors: the constructor
-// throws Transport, naming the address, or Resource.
+// throws Transport, naming the address, Resource, or Usage if nobody knows the host.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,7 @@
 #include <string>
 #include <thread>
 
+#include "common/clock.h"
 #include "common/file_descriptor.h"
 #include "store/frames.h"
 
@@ -20,8 +21,9 @@ namespace smddp::store {
 class Server {
  public:
   // Listens at `host`, a name or a numeric address, if that is an address of this machine; else on all interfaces, as
-  // behind a translated address. Port 0: a free one.
-  Server(const std::string& host, uint16_t port);
+  // behind a translated address. Port 0: a free one. Waits so long for the name service
+  // (sockets.h).
+  Server(const std::string& host, uint16_t port, Nanoseconds timeout = 0);
   ~Server();
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;

@@ -400,7 +400,8 @@ def alone() -> None:
         smddp_numpy.init(1, 2, "127.0.0.1", timeout=0.5)
     for arguments, text in [
         ((2, 2, "127.0.0.1"), "rank 2 is no rank of a job of 2"),
-        ((0, 2, "no-such-host.invalid"), "no address of host"),
+        ((0, 2, "no-such-host.invalid", 29600, 1.0), "no address of host"),
+        ((1, 2, "no-such-host.invalid", 29600, 1.0), "no address of host"),
         ((0, 2, "127.0.0.1", 70000), "the port is not between"),
         ((0, 1, "127.0.0.1", 0, 0.0), "the time-out is 0"),
     ]:
