@@ -6,6 +6,7 @@
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 
+#include <chrono>
 #include <csignal>
 #include <cstring>
 #include <memory>
@@ -85,6 +86,14 @@ Server::~Server() {
   thread_.join();
 }
 
+void Server::linger(int clients, Nanoseconds limit) const {
+  const MonotonicClock clock;
+  const Deadline deadline = Deadline::after(clock, limit);
+  while ((numCame_ < clients || numConnected_ > 0) && !deadline.passed(clock)) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
 void Server::run() {
   while (true) {
     std::vector<pollfd> polled{{stop_.get(), POLLIN, 0}, {listener_.get(), POLLIN, 0}};
@@ -111,6 +120,7 @@ void Server::run() {
       if (!isAlive) connections_.erase(found);
     }
     if (polled[1].revents != 0) accept();
+    numConnected_ = connections_.size();
   }
 }
 
@@ -129,6 +139,8 @@ void Server::accept() {
     configure(socket);
     const int fd = socket.get();
     connections_[fd].socket = std::move(socket);
+    numConnected_ = connections_.size();
+    ++numCame_;
   }
 }
 

@@ -7,6 +7,7 @@
 // throws Transport, naming the address, Resource, or Usage if nobody knows the host.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -29,6 +30,8 @@ class Server {
   Server& operator=(const Server&) = delete;
 
   uint16_t port() const { return port_; }
+  // Waits until so many clients have come, and all have gone. At most so long.
+  void linger(int clients, Nanoseconds limit) const;
 
  private:
   struct Connection {
@@ -48,6 +51,8 @@ class Server {
   std::map<std::string, Bytes> values_;
   std::map<std::string, int64_t> sums_;
   std::map<int, Connection> connections_;
+  std::atomic<size_t> numConnected_{0};
+  std::atomic<int> numCame_{0};
   std::thread thread_;
 };
 

@@ -197,6 +197,27 @@ TEST(Store, ACallAfterAnInterruptedOneIsServed) {
   EXPECT_EQ(Client(kHost, port, kSecond).get("key", kSecond), bytesOf("value"));
 }
 
+TEST(Store, AServerLingersUntilItsClientsHaveComeAndGone) {
+  const MonotonicClock clock;
+  const auto lingers = [&](const Server& server, int clients, Nanoseconds limit) {
+    const Nanoseconds began = clock.now();
+    server.linger(clients, limit);
+    return clock.now() - began;
+  };
+  const Server server(kHost, 0);
+  EXPECT_LT(lingers(server, 0, 20 * kSecond), 10 * kSecond);
+  EXPECT_GE(lingers(server, 1, kSecond / 10), kSecond / 10);
+  std::jthread one([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    Client client(kHost, server.port(), kSecond);
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  });
+  const Nanoseconds time = lingers(server, 1, 20 * kSecond);
+  EXPECT_GE(time, kSecond / 5);
+  EXPECT_LT(time, 10 * kSecond);
+  EXPECT_LT(lingers(server, 1, 20 * kSecond), 10 * kSecond);
+}
+
 // --- the name service: the test's own getaddrinfo() --------------------------------------------------------
 
 // What each look-up of "rank0.test" returns, the last again and again: a failure, or the addresses.
