@@ -192,13 +192,13 @@ Bytes Server::answer(const Request& request) {
       return replyWith(true, std::as_bytes(std::span(&sum, 1)));
     }
     case RequestKind::Get: {
-      Bytes rest;
+      bootstrap::BlobWriter rest;
       for (const std::string& key : request.keys) {
         const auto found = values_.find(key);
         if (found == values_.end()) return replyWith(false);
         appendValue(rest, found->second);
       }
-      return replyWith(true, rest);
+      return replyWith(true, rest.take());
     }
     case RequestKind::Check: return replyWith(std::ranges::all_of(request.keys, isSet));
   }

@@ -86,9 +86,10 @@ TEST(Frames, WhatIsCutOffOrChangedIsNoRequestOrAnother) {
 }
 
 TEST(Frames, ValuesComeBackAsTheyWere) {
-  Bytes rest;
-  appendValue(rest, bytesOf("one"));
-  appendValue(rest, {});
+  bootstrap::BlobWriter writer;
+  appendValue(writer, bytesOf("one"));
+  appendValue(writer, {});
+  Bytes rest = writer.take();
   EXPECT_EQ(parseValues(rest, 2), (std::vector<Bytes>{bytesOf("one"), {}}));
   EXPECT_FALSE(parseValues(rest, 1));
   EXPECT_FALSE(parseValues(rest, 3));
