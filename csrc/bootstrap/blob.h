@@ -12,6 +12,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "common/error.h"
@@ -77,6 +78,16 @@ class BlobReader {  // reads the fields of a blob in order
     const auto value = lengthPrefixed(field, limit);
     return {reinterpret_cast<const char*>(value.data()), value.size()};
   }
+  // Part of the blob.
+  std::span<const std::byte> take(const char* field, size_t count) {
+    if (count > left_.size()) {
+      throw BlobError(fmt::format("it ends in {} ({} of {} bytes)", field, left_.size(), count));
+    }
+    const auto result = left_.first(count);
+    left_ = left_.subspan(count);
+    return result;
+  }
+  std::span<const std::byte> rest() { return std::exchange(left_, {}); }
   // Checks that the blob was read to its last byte.
   void end() const {
     if (!left_.empty())
@@ -90,14 +101,6 @@ class BlobReader {  // reads the fields of a blob in order
       throw BlobError(fmt::format("{} claims {} bytes, the limit is {}", field, size, limit));
     }
     return take(field, size);
-  }
-  std::span<const std::byte> take(const char* field, size_t count) {
-    if (count > left_.size()) {
-      throw BlobError(fmt::format("it ends in {} ({} of {} bytes)", field, left_.size(), count));
-    }
-    const auto result = left_.first(count);
-    left_ = left_.subspan(count);
-    return result;
   }
   std::span<const std::byte> left_;
 };

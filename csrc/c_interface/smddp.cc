@@ -229,6 +229,9 @@ smddp_status beginMessage(smddp_group* group, const smddp_message* given, bool i
 
 std::atomic<int (*)()> interruptCheck{nullptr};
 
+// How long rank 0 serves the store after an error. Ranks look for notes at least twice a second.
+constexpr Nanoseconds kLinger = 2'000'000'000;
+
 void waitForAll(smddp_group& group) {
   engine::Request request;  // a barrier
   request.timeout = group.timeout;
@@ -236,6 +239,24 @@ void waitForAll(smddp_group& group) {
   const engine::CompletionPtr completion = group.engine->submit(*group.group, std::move(request));
   group.engine->wait(*group.group, *completion);
   if (completion->error()) throw Error(*completion->error());
+}
+
+// Makes the group of all ranks, who meet in the store.
+void meet(smddp_group& joined, const char* host, uint16_t port, Rank me, int size) {
+  smddp::store::Client store(host, port, joined.timeout);
+  smddp::setLogRank(me);
+  const engine::Group::Spec spec{"c_interface", me, size, {}};
+  try {
+    joined.engine = engine::sharedEngine();
+  } catch (const Error& error) {
+    // Not settings(), which may be what is wrong.
+    const smddp::Seal seal(smddp::environment("SMDDP_JOB_TOKEN"));
+    smddp::bootstrap::reportTrouble(store, spec.name, me, seal, error);
+    throw;
+  }
+  joined.group = joined.engine->createGroup(store, spec, joined.timeout);
+  // Between the barriers no rank needs the store. After them a rank may leave, and join another job at its address.
+  waitForAll(joined);
 }
 
 }  // namespace
@@ -259,23 +280,20 @@ smddp_status smddp_join(const char* host, int port, int rank, int size, double t
     auto where = static_cast<uint16_t>(port);
     std::optional<smddp::store::Server> server;
     if (rank == 0) {
-      server.emplace(host, where);
+      server.emplace(host, where, joined->timeout);
       where = server->port();
     }
-    smddp::store::Client store(host, where, joined->timeout);
-    smddp::setLogRank(rank);
-    const engine::Group::Spec spec{"c_interface", rank, size, {}};
     try {
-      joined->engine = engine::sharedEngine();
-    } catch (const Error& error) {
-      // Not settings(), which may be what is wrong.
-      const smddp::Seal seal(smddp::environment("SMDDP_JOB_TOKEN"));
-      smddp::bootstrap::reportTrouble(store, spec.name, rank, seal, error);
+      meet(*joined, host, where, rank, size);
+    } catch (const Interrupted&) {
+      // The ranks that have come read in the store that this one was interrupted.
+      if (server) server->linger(0, kLinger);
+      throw;
+    } catch (...) {
+      // So do those that come a little later; else they would wait for a store until their time is over.
+      if (server) server->linger(size, kLinger);
       throw;
     }
-    joined->group = joined->engine->createGroup(store, spec, joined->timeout);
-    // Between the barriers no rank needs the store. After them a rank may leave, and join another job at its address.
-    waitForAll(*joined);
     server.reset();
     waitForAll(*joined);
     engine::chooseWire(*joined->engine, joined->group, joined->timeout);

@@ -236,7 +236,13 @@ std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group:
     introductions = second->exchange(mine);
   }
   call([&] { process_->setNodeAgreement(locality.agreement); });
-  finishGroup(group, introductions, names);
+  try {
+    finishGroup(group, introductions, names);
+  } catch (const Error& error) {
+    // Ranks of other nodes look for notes in awaitLifelines(); mates have heard of it (Group::join).
+    if (second) second->tell(error);
+    throw;
+  }
   if (!second) return group;
   try {
     awaitLifelines(*this, *second, spec.me, introductions, timeout);

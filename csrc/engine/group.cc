@@ -90,6 +90,22 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
   for (const auto& introduction : introductions)
     entries.push_back(GroupEntry::decode(introduction));
   requireSameAlgorithms(introductions, entries);
+  try {
+    joinAll(introductions, entries, nodeOfRank);
+  } catch (const std::exception& error) {
+    // Others may have joined. The mates hear of it in their first call.
+    const auto* known = dynamic_cast<const Error*>(&error);
+    const Error cause(
+        known ? known->kind() : ErrorKind::Resource,
+        fmt::format("rank {} cannot join group \"{}\": {}", spec_.me, spec_.name, error.what()));
+    team_.publishBreak({1, cause});
+    throw cause;
+  }
+}
+
+void Group::joinAll(const std::vector<bootstrap::Introduction>& introductions,
+                    const std::vector<GroupEntry>& entries,
+                    const std::vector<std::string>& nodeOfRank) {
   Membership membership{.name = spec_.name,
                         .group = entries.front().groupId,
                         .topology = plan::Topology::fromNames(nodeOfRank, spec_.me),

@@ -135,6 +135,8 @@ class Group final {
   std::string describe() const;
 
  private:
+  void joinAll(const std::vector<bootstrap::Introduction>& introductions,
+               const std::vector<GroupEntry>& entries, const std::vector<std::string>& nodeOfRank);
   std::string describeWire() const;
 
   Process& process_;  // shutdown() of the engine destroys it

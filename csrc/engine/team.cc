@@ -27,9 +27,12 @@ Team::Team(Process& process, const RegionLayout& layout)
 
 Team::~Team() {
   // A mate may still be in the last operation. Pages that are given back read as zeros at once, and the mate would get
-  // a wrong result. Then the region is not given back; it lives until the last mate has unmapped the slab.
-  const bool mayBeRead = membership_ != nullptr && !mayGiveBack_;
-  if (!mayBeRead && !region_.empty()) regions_->giveBack(region_, layout_);
+  // a wrong result; or it has still to read why this rank could not join. Then the region is not given back; it lives
+  // until the last mate has unmapped the slab.
+  if (region_.empty()) return;
+  const bool saysWhy = mine().numBreaks.load(std::memory_order_relaxed) > 0;
+  const bool mayBeRead = (membership_ != nullptr || saysWhy) && !mayGiveBack_;
+  if (!mayBeRead) regions_->giveBack(region_, layout_);
 }
 
 GroupEntry Team::lease() {

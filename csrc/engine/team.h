@@ -90,6 +90,7 @@ class Team {
   void publishBlame(const Blame& blame);
   void clearBlame();
   Blame blameOf(Rank member) const;
+  // Also before join().
   void publishBreak(const Break& broken);
   // The next break that a mate has published and that was not read yet.
   std::optional<Break> nextBreak();

@@ -15,67 +15,85 @@
 namespace smddp::store {
 namespace {
 
-constexpr Nanoseconds kMillisecond = 1'000'000;
-constexpr Nanoseconds kSlice = 50 * kMillisecond;  // between looks at signals
+// One attempt to connect: the kernel has sent a SYN three times. A host that comes up later is not sent another for long.
+constexpr Nanoseconds kAttempt = 5000 * kMillisecond;
+// For a rank that gives up, and says so: the store was there before.
+constexpr Nanoseconds kReconnect = 1000 * kMillisecond;
 
 std::string textOf(int error) { return std::generic_category().message(error); }
-
-void pause(Nanoseconds duration) {
-  ::poll(nullptr, 0, static_cast<int>(duration / kMillisecond));
-  checkInterrupt();
-}
 
 }  // namespace
 
 Client::Client(const std::string& host, uint16_t port, Nanoseconds timeout)
     : host_(host), port_(port), timeout_(timeout) {
   const Deadline deadline = Deadline::after(clock_, timeout);
-  for (Nanoseconds wait = 2 * kMillisecond; !socket_; wait = std::min(2 * wait, kSlice)) {
-    socket_ = connectOnce(deadline);
-    if (socket_) break;
+  for (Nanoseconds wait = 2 * kMillisecond;; wait = std::min(2 * wait, kSlice)) {
+    const int failure = connectToAny(deadline);
+    if (failure == 0) return;
     if (deadline.passed(clock_)) {
       raise(ErrorKind::Timeout,
             "nobody serves the store at {}:{} ({}): has rank 0 been started, and is this its "
             "address?",
-            host_, port_, textOf(errno));
+            host_, port_, textOf(failure));
     }
     pause(wait);
   }
-  configure(socket_);
 }
 
-FileDescriptor Client::connectOnce(const Deadline& deadline) {
-  const Addresses addresses = resolve(host_, port_);
+int Client::connectToAny(const Deadline& deadline) {
+  const Addresses addresses = resolve(host_, port_, deadline.at - clock_.now());
+  Nanoseconds numLeft = 0;
+  for (const addrinfo* one = addresses.get(); one; one = one->ai_next) ++numLeft;
   int failure = ECONNREFUSED;
   for (const addrinfo* one = addresses.get(); one; one = one->ai_next) {
-    FileDescriptor socket(::socket(one->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-    if (!socket) raiseErrno(ErrorKind::Resource, "no descriptor left for the store");
-    if (::connect(socket.get(), one->ai_addr, one->ai_addrlen) != 0) {
-      failure = errno;
-      if (failure != EINPROGRESS) continue;
-      await(socket, POLLOUT, deadline);
-      socklen_t size = sizeof failure;
-      (void)::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &failure, &size);
-      if (failure != 0) continue;
-    }
-    return socket;
+    // An address whose packets vanish leaves time for those that follow.
+    const Nanoseconds share = (deadline.at - clock_.now()) / numLeft--;
+    std::memcpy(&address_, one->ai_addr, one->ai_addrlen);
+    addressSize_ = one->ai_addrlen;
+    failure = connect(std::min(share, kAttempt));
+    if (failure == 0) break;
   }
-  errno = failure;
-  return {};
+  return failure;
 }
 
-void Client::await(const FileDescriptor& socket, short events, const Deadline& deadline) {
+int Client::connect(Nanoseconds timeout) {
+  FileDescriptor socket(
+      ::socket(address_.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!socket) {
+    // The name service may know addresses of a protocol that this machine does not speak.
+    if (errno == EAFNOSUPPORT) return errno;
+    raiseErrno(ErrorKind::Resource, "no descriptor left for the store");
+  }
+  int failure = 0;
+  if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address_), addressSize_) != 0) {
+    failure = errno;
+    if (failure != EINPROGRESS) return failure;
+    if (!isReady(socket, POLLOUT, Deadline::after(clock_, timeout))) return ETIMEDOUT;
+    socklen_t size = sizeof failure;
+    (void)::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &failure, &size);
+    if (failure != 0) return failure;
+  }
+  configure(socket);
+  socket_ = std::move(socket);
+  return 0;
+}
+
+bool Client::isReady(const FileDescriptor& socket, short events, const Deadline& deadline) const {
   while (true) {
     pollfd polled{socket.get(), events, 0};
     const Nanoseconds left = std::clamp<Nanoseconds>(deadline.at - clock_.now(), 0, kSlice);
     const int ready = ::poll(&polled, 1, static_cast<int>(left / kMillisecond));
-    checkInterrupt();
-    if (ready > 0) return;
+    // Not interrupted: what is there is taken, also by a rank that was interrupted and says so.
+    if (ready > 0) return true;
     if (ready < 0 && errno != EINTR) raiseErrno(ErrorKind::Transport, "poll of the store");
-    if (deadline.passed(clock_)) {
-      raise(ErrorKind::Timeout, "the store at {}:{} does not answer", host_, port_);
-    }
+    checkInterrupt();
+    if (deadline.passed(clock_)) return false;
   }
+}
+
+void Client::await(short events, const Deadline& deadline) const {
+  if (isReady(socket_, events, deadline)) return;
+  raise(ErrorKind::Timeout, "the store at {}:{} does not answer", host_, port_);
 }
 
 void Client::raiseLost(const std::string& why) const {
@@ -85,6 +103,10 @@ void Client::raiseLost(const std::string& why) const {
 }
 
 Bytes Client::ask(const Request& request) {
+  if (!socket_) {
+    const int failure = connect(kReconnect);
+    if (failure != 0) raiseLost(textOf(failure));
+  }
   try {
     return exchange(request);
   } catch (...) {
@@ -103,7 +125,7 @@ Bytes Client::exchange(const Request& request) {
     if (sent >= 0) {
       done += static_cast<size_t>(sent);
     } else if (errno == EAGAIN) {
-      await(socket_, POLLOUT, deadline);
+      await(POLLOUT, deadline);
     } else if (errno != EINTR) {
       raiseLost(textOf(errno));
     }
@@ -120,7 +142,7 @@ Bytes Client::exchange(const Request& request) {
     } else if (got == 0) {
       raiseLost("it has closed the connection");
     } else if (errno == EAGAIN) {
-      await(socket_, POLLIN, deadline);
+      await(POLLIN, deadline);
     } else if (errno != EINTR) {
       raiseLost(textOf(errno));
     }

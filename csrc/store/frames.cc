@@ -1,83 +1,52 @@
 #include "store/frames.h"
 
-#include <algorithm>
-#include <bit>
-#include <concepts>
 #include <cstring>
 
+#include "bootstrap/blob.h"
 #include "common/error.h"
 
 namespace smddp::store {
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "frames are copied byte by byte");
+using bootstrap::BlobError;
+using bootstrap::BlobReader;
+using bootstrap::BlobWriter;
 
-void append(Bytes& to, std::span<const std::byte> bytes) {
-  const size_t before = to.size();
-  to.resize(before + bytes.size());
-  std::copy(bytes.begin(), bytes.end(), to.begin() + static_cast<ptrdiff_t>(before));
-}
-
-template <std::integral T>
-void append(Bytes& to, T number) {
-  append(to, std::as_bytes(std::span(&number, 1)));
-}
-
-template <typename T>
-std::optional<T> take(std::span<const std::byte>& from) {
-  if (from.size() < sizeof(T)) return std::nullopt;
-  T number;
-  std::memcpy(&number, from.data(), sizeof number);
-  from = from.subspan(sizeof number);
-  return number;
-}
-
-std::optional<std::span<const std::byte>> take(std::span<const std::byte>& from, size_t count) {
-  if (from.size() < count) return std::nullopt;
-  const auto taken = from.first(count);
-  from = from.subspan(count);
-  return taken;
-}
-
-void writeLength(Bytes& frame) {
+// A frame begins with a number whose place is for its length.
+Bytes withLength(Bytes frame) {
   const size_t rest = frame.size() - kLengthBytes;
   if (rest > kMaxFrame) {
     raise(ErrorKind::Usage, "the store takes at most {} bytes at a time, not {}", kMaxFrame, rest);
   }
   const auto length = static_cast<uint32_t>(rest);
   std::memcpy(frame.data(), &length, sizeof length);
+  return frame;
 }
 
 }  // namespace
 
 Bytes serialise(const Request& request) {
-  Bytes frame;
-  append(frame, uint32_t{0});  // the length
-  append(frame, static_cast<uint8_t>(request.kind));
-  append(frame, static_cast<uint16_t>(request.keys.size()));
-  for (const std::string& key : request.keys) {
-    if (key.size() > UINT16_MAX) raise(ErrorKind::Usage, "a key of {} bytes", key.size());
-    append(frame, static_cast<uint16_t>(key.size()));
-    append(frame, std::as_bytes(std::span(key)));
-  }
-  append(frame, request.value);
-  writeLength(frame);
-  return frame;
+  BlobWriter frame;
+  frame.number(uint32_t{0});
+  frame.number(static_cast<uint8_t>(request.kind));
+  frame.number(static_cast<uint16_t>(request.keys.size()));
+  for (const std::string& key : request.keys) frame.text("a key", key, UINT16_MAX);
+  frame.raw(request.value);
+  return withLength(frame.take());
 }
 
 std::optional<Request> parseRequest(std::span<const std::byte> rest) {
   Request request;
-  const auto kind = take<uint8_t>(rest);
-  const auto count = take<uint16_t>(rest);
-  if (!kind || *kind > static_cast<uint8_t>(RequestKind::Check) || !count || *count == 0) {
+  try {
+    BlobReader reader(rest);
+    const auto kind = reader.number<uint8_t>("kind");
+    const auto count = reader.number<uint16_t>("number of keys");
+    if (kind > static_cast<uint8_t>(RequestKind::Check) || count == 0) return std::nullopt;
+    request.kind = static_cast<RequestKind>(kind);
+    for (uint16_t i = 0; i < count; ++i) request.keys.push_back(reader.text("key", UINT16_MAX));
+    rest = reader.rest();
+  } catch (const BlobError&) {
     return std::nullopt;
-  }
-  request.kind = static_cast<RequestKind>(*kind);
-  for (uint16_t i = 0; i < *count; ++i) {
-    const auto length = take<uint16_t>(rest);
-    const auto key = length ? take(rest, *length) : std::nullopt;
-    if (!key) return std::nullopt;
-    request.keys.emplace_back(reinterpret_cast<const char*>(key->data()), key->size());
   }
   request.value.assign(rest.begin(), rest.end());
   const bool hasOneKey = request.keys.size() == 1;
@@ -92,30 +61,35 @@ std::optional<Request> parseRequest(std::span<const std::byte> rest) {
 }
 
 Bytes replyWith(bool yes, std::span<const std::byte> rest) {
-  Bytes frame;
-  append(frame, uint32_t{0});  // the length
-  append(frame, static_cast<uint8_t>(yes));
-  append(frame, rest);
-  writeLength(frame);
-  return frame;
+  BlobWriter frame;
+  frame.number(uint32_t{0});
+  frame.number(static_cast<uint8_t>(yes));
+  frame.raw(rest);
+  return withLength(frame.take());
 }
 
-void appendValue(Bytes& to, std::span<const std::byte> value) {
-  append(to, static_cast<uint32_t>(value.size()));
-  append(to, value);
+void appendValue(BlobWriter& to, std::span<const std::byte> value) {
+  to.number(static_cast<uint32_t>(value.size()));
+  to.raw(value);
 }
 
 std::optional<std::vector<Bytes>> parseValues(std::span<const std::byte> rest, size_t count) {
   std::vector<Bytes> values;
-  for (size_t i = 0; i < count; ++i) {
-    const auto length = take<uint32_t>(rest);
-    const auto value = length ? take(rest, *length) : std::nullopt;
-    if (!value) return std::nullopt;
-    values.emplace_back(value->begin(), value->end());
+  try {
+    BlobReader reader(rest);
+    for (size_t i = 0; i < count; ++i) {
+      const auto value = reader.take("value", reader.number<uint32_t>("length"));
+      values.emplace_back(value.begin(), value.end());
+    }
+    reader.end();
+  } catch (const BlobError&) {
+    return std::nullopt;
   }
-  return rest.empty() ? std::optional(std::move(values)) : std::nullopt;
+  return values;
 }
 
-uint32_t lengthOf(std::span<const std::byte> frame) { return *take<uint32_t>(frame); }
+uint32_t lengthOf(std::span<const std::byte> frame) {
+  return BlobReader(frame).number<uint32_t>("length");
+}
 
 }  // namespace smddp::store

@@ -19,6 +19,8 @@
 #include <string>
 #include <vector>
 
+#include "bootstrap/blob.h"
+
 namespace smddp::store {
 
 enum class RequestKind : uint8_t { Set, Add, Get, Check };
@@ -42,7 +44,7 @@ std::optional<Request> parseRequest(std::span<const std::byte> rest);
 // With the length in front. `rest` follows the answer.
 Bytes replyWith(bool yes, std::span<const std::byte> rest = {});
 // Appends the length and the bytes of a value.
-void appendValue(Bytes& to, std::span<const std::byte> value);
+void appendValue(bootstrap::BlobWriter& to, std::span<const std::byte> value);
 // The values of a reply to Get. nullopt if it is malformed.
 std::optional<std::vector<Bytes>> parseValues(std::span<const std::byte> rest, size_t count);
 

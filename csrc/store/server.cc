@@ -6,6 +6,7 @@
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 
+#include <chrono>
 #include <csignal>
 #include <cstring>
 #include <memory>
@@ -45,16 +46,16 @@ uint16_t portOf(const FileDescriptor& socket) {
 
 }  // namespace
 
-Server::Server(const std::string& host, uint16_t port)
+Server::Server(const std::string& host, uint16_t port, Nanoseconds timeout)
     : stop_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!stop_) raiseErrno(ErrorKind::Resource, "no descriptor left for the store");
-  const auto addresses = resolve(host, port);
+  const auto addresses = resolve(host, port, timeout);
   for (const addrinfo* one = addresses.get(); one && !listener_; one = one->ai_next) {
     listener_ = listenAt(*one);
     if (!listener_ && errno == EADDRINUSE) break;
   }
   if (!listener_ && errno == EADDRNOTAVAIL) {
-    const auto everywhere = resolve("", port);
+    const auto everywhere = resolve("", port, timeout);
     for (const addrinfo* one = everywhere.get(); one && !listener_; one = one->ai_next) {
       listener_ = listenAt(*one);
     }
@@ -85,6 +86,14 @@ Server::~Server() {
   thread_.join();
 }
 
+void Server::linger(int clients, Nanoseconds limit) const {
+  const MonotonicClock clock;
+  const Deadline deadline = Deadline::after(clock, limit);
+  while ((numCame_ < clients || numConnected_ > 0) && !deadline.passed(clock)) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
 void Server::run() {
   while (true) {
     std::vector<pollfd> polled{{stop_.get(), POLLIN, 0}, {listener_.get(), POLLIN, 0}};
@@ -111,6 +120,7 @@ void Server::run() {
       if (!isAlive) connections_.erase(found);
     }
     if (polled[1].revents != 0) accept();
+    numConnected_ = connections_.size();
   }
 }
 
@@ -129,6 +139,8 @@ void Server::accept() {
     configure(socket);
     const int fd = socket.get();
     connections_[fd].socket = std::move(socket);
+    numConnected_ = connections_.size();
+    ++numCame_;
   }
 }
 
@@ -180,13 +192,13 @@ Bytes Server::answer(const Request& request) {
       return replyWith(true, std::as_bytes(std::span(&sum, 1)));
     }
     case RequestKind::Get: {
-      Bytes rest;
+      bootstrap::BlobWriter rest;
       for (const std::string& key : request.keys) {
         const auto found = values_.find(key);
         if (found == values_.end()) return replyWith(false);
         appendValue(rest, found->second);
       }
-      return replyWith(true, rest);
+      return replyWith(true, rest.take());
     }
     case RequestKind::Check: return replyWith(std::ranges::all_of(request.keys, isSet));
   }

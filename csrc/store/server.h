@@ -4,14 +4,16 @@
 // anything but requests is disconnected.
 //
 // Threads: the constructor starts one; the destructor ends it, and with it the connections. Errors: the constructor
-// throws Transport, naming the address, or Resource.
+// throws Transport, naming the address, Resource, or Usage if nobody knows the host.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <string>
 #include <thread>
 
+#include "common/clock.h"
 #include "common/file_descriptor.h"
 #include "store/frames.h"
 
@@ -20,13 +22,16 @@ namespace smddp::store {
 class Server {
  public:
   // Listens at `host`, a name or a numeric address, if that is an address of this machine; else on all interfaces, as
-  // behind a translated address. Port 0: a free one.
-  Server(const std::string& host, uint16_t port);
+  // behind a translated address. Port 0: a free one. Waits so long for the name service
+  // (sockets.h).
+  Server(const std::string& host, uint16_t port, Nanoseconds timeout = 0);
   ~Server();
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;
 
   uint16_t port() const { return port_; }
+  // Waits until so many clients have come, and all have gone. At most so long.
+  void linger(int clients, Nanoseconds limit) const;
 
  private:
   struct Connection {
@@ -46,6 +51,8 @@ class Server {
   std::map<std::string, Bytes> values_;
   std::map<std::string, int64_t> sums_;
   std::map<int, Connection> connections_;
+  std::atomic<size_t> numConnected_{0};
+  std::atomic<int> numCame_{0};
   std::thread thread_;
 };
 

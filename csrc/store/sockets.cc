@@ -4,23 +4,59 @@
 #include <netinet/tcp.h>
 #include <sys/socket.h>
 
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
 #include "common/error.h"
+#include "common/interrupt.h"
+#include "common/log.h"
 
 namespace smddp::store {
 
-Addresses resolve(const std::string& host, uint16_t port) {
+namespace {
+
+constexpr Nanoseconds kUnknown = 10'000 * kMillisecond;  // for a name that nobody knows yet
+constexpr Nanoseconds kLookUpEvery = 500 * kMillisecond;
+
+}  // namespace
+
+Addresses resolve(const std::string& host, uint16_t port, Nanoseconds timeout) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_NUMERICSERV | (host.empty() ? AI_PASSIVE : 0);
-  addrinfo* found = nullptr;
-  const int failure = ::getaddrinfo(host.empty() ? nullptr : host.c_str(),
-                                    std::to_string(port).c_str(), &hints, &found);
-  if (failure != 0) {
-    raise(ErrorKind::Usage, "there is no address of host \"{}\", where rank 0 serves the store: {}",
-          host, ::gai_strerror(failure));
+  const MonotonicClock clock;
+  const Nanoseconds began = clock.now();
+  for (bool isFirst = true;; isFirst = false) {
+    addrinfo* found = nullptr;
+    const int failure = ::getaddrinfo(host.empty() ? nullptr : host.c_str(),
+                                      std::to_string(port).c_str(), &hints, &found);
+    if (failure == 0) return Addresses(found);
+    const Nanoseconds limit = failure == EAI_AGAIN ? timeout
+                              : failure == EAI_NONAME || failure == EAI_NODATA
+                                  ? std::min(timeout, kUnknown)
+                                  : 0;
+    const Nanoseconds left = limit - (clock.now() - began);
+    if (left <= 0) {
+      raise(ErrorKind::Usage,
+            "there is no address of host \"{}\", where rank 0 serves the store: {}", host,
+            ::gai_strerror(failure));
+    }
+    if (isFirst) {
+      SMDDP_LOG(Warn, "store", "there is no address of host \"{}\" yet ({}); waiting for it", host,
+                ::gai_strerror(failure));
+    }
+    pause(std::min(left, kLookUpEvery));
   }
-  return Addresses(found);
+}
+
+void pause(Nanoseconds duration) {
+  for (; duration > 0; duration -= kSlice) {
+    const Nanoseconds slice = std::min(duration, kSlice);
+    std::this_thread::sleep_for(std::chrono::nanoseconds(slice));
+    checkInterrupt();
+  }
 }
 
 void configure(const FileDescriptor& socket) {

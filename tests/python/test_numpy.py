@@ -400,7 +400,8 @@ def alone() -> None:
         smddp_numpy.init(1, 2, "127.0.0.1", timeout=0.5)
     for arguments, text in [
         ((2, 2, "127.0.0.1"), "rank 2 is no rank of a job of 2"),
-        ((0, 2, "no-such-host.invalid"), "no address of host"),
+        ((0, 2, "no-such-host.invalid", 29600, 1.0), "no address of host"),
+        ((1, 2, "no-such-host.invalid", 29600, 1.0), "no address of host"),
         ((0, 2, "127.0.0.1", 70000), "the port is not between"),
         ((0, 1, "127.0.0.1", 0, 0.0), "the time-out is 0"),
     ]:
@@ -415,6 +416,53 @@ def alone() -> None:
 
 def test_a_job_whose_ranks_do_not_meet() -> None:
     ranks.check_ranks(alone, "1")
+
+
+def failing_to_meet(how: str, wrong: int, comes_after: float) -> tuple[str, float]:
+    """Rank `wrong` fails so; rank 0 comes so much later than the others, or earlier if negative.
+
+    Returns the error of this rank, and how many seconds after its call it came.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    time.sleep(max(0, comes_after) if rank == 0 else max(0, -comes_after))
+    if rank == wrong and how == "setting":
+        os.environ["SMDDP_IN_FLIGHT"] = "many"
+    if rank == wrong and how == "size":
+        size += 1
+    if how == "interrupt":
+        size += 1  # one never comes
+        if rank == wrong:
+            threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    try:
+        smddp_numpy.init(rank, size, timeout=30)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize("comes_after", [1.0, -0.7])
+@pytest.mark.parametrize(
+    ("how", "wrong", "text"),
+    [
+        ("setting", 0, "ValueError: smddp: .*SMDDP_IN_FLIGHT"),
+        ("setting", 1, "ValueError: smddp: .*SMDDP_IN_FLIGHT"),
+        ("size", 0, "CollectiveMismatchError: smddp: .* groups of .* ranks"),
+        ("size", 2, "CollectiveMismatchError: smddp: .* groups of .* ranks"),
+        ("interrupt", 0, "AbortedError: smddp: rank 0 .*was interrupted by a signal"),
+        ("interrupt", 1, "AbortedError: smddp: rank 1 .*was interrupted by a signal"),
+    ],
+)
+def test_all_ranks_hear_why_they_do_not_meet(
+    how: str, wrong: int, text: str, comes_after: float
+) -> None:
+    results = ranks.check_ranks(failing_to_meet, "3", how, wrong, comes_after)
+    for rank, (error, seconds) in enumerate(results):
+        if how == "interrupt" and rank == wrong:
+            assert error.startswith("KeyboardInterrupt"), error
+        else:
+            assert re.match(text, error), f"rank {rank}: {error}"
+        assert seconds < 10, f"rank {rank}: {seconds} s"
 
 
 def with_strangers() -> None:

@@ -1,15 +1,21 @@
 // The store's server and clients, and what they send each other.
 #include <arpa/inet.h>
+#include <dlfcn.h>
 #include <gtest/gtest.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 
 #include <cstring>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
+#include "common/clock.h"
 #include "common/error.h"
+#include "common/interrupt.h"
 #include "store/client.h"
 #include "store/frames.h"
 #include "store/server.h"
@@ -28,6 +34,14 @@ Bytes bytesOf(const std::string& text) {
 std::span<const std::byte> restOf(const Bytes& frame) {
   EXPECT_EQ(lengthOf(frame), frame.size() - kLengthBytes);
   return std::span(frame).subspan(kLengthBytes);
+}
+
+sockaddr_in addressOf(const char* host, uint16_t port) {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(port);
+  ::inet_pton(AF_INET, host, &address.sin_addr);
+  return address;
 }
 
 ErrorKind kindOf(const std::function<void()>& action) {
@@ -72,9 +86,10 @@ TEST(Frames, WhatIsCutOffOrChangedIsNoRequestOrAnother) {
 }
 
 TEST(Frames, ValuesComeBackAsTheyWere) {
-  Bytes rest;
-  appendValue(rest, bytesOf("one"));
-  appendValue(rest, {});
+  bootstrap::BlobWriter writer;
+  appendValue(writer, bytesOf("one"));
+  appendValue(writer, {});
+  Bytes rest = writer.take();
   EXPECT_EQ(parseValues(rest, 2), (std::vector<Bytes>{bytesOf("one"), {}}));
   EXPECT_FALSE(parseValues(rest, 1));
   EXPECT_FALSE(parseValues(rest, 3));
@@ -141,6 +156,112 @@ TEST(Store, AClientComesBeforeTheServerOrNever) {
   server.reset();
   EXPECT_EQ(kindOf([&] { client.set("key", bytesOf("value")); }), ErrorKind::PeerLost);
   EXPECT_EQ(kindOf([&] { client.contains("key"); }), ErrorKind::PeerLost);
+  server = std::make_unique<Server>(kHost, port);
+  EXPECT_FALSE(client.contains("key"));  // by another connection
+}
+
+// A socket at which connections wait for an accept() that does not come.
+FileDescriptor silentListener(const char* host, uint16_t port, int backlog) {
+  FileDescriptor listener(::socket(AF_INET, SOCK_STREAM, 0));
+  const sockaddr_in address = addressOf(host, port);
+  const int yes = 1;
+  EXPECT_EQ(::setsockopt(listener.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes), 0);
+  EXPECT_EQ(::bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
+  EXPECT_EQ(::listen(listener.get(), backlog), 0);
+  return listener;
+}
+
+struct Signal {};
+
+// While it lives, every wait is interrupted.
+struct Interruption {
+  Interruption() {
+    setInterruptCheck([] { throw Signal(); });
+  }
+  ~Interruption() { setInterruptCheck(nullptr); }
+};
+
+// A rank that was interrupted says so in the store.
+TEST(Store, ACallAfterAnInterruptedOneIsServed) {
+  uint16_t port = 0;
+  { port = Server(kHost, 0).port(); }
+  auto silent = silentListener(kHost, port, 10);
+  Client client(kHost, port, kSecond);
+  std::optional<Server> server;
+  {
+    const Interruption interruption;
+    EXPECT_THROW(client.contains("key"), Signal);
+    silent = {};
+    server.emplace(kHost, port);
+    client.set("key", bytesOf("value"));
+  }
+  EXPECT_EQ(Client(kHost, port, kSecond).get("key", kSecond), bytesOf("value"));
+}
+
+TEST(Store, AServerLingersUntilItsClientsHaveComeAndGone) {
+  const MonotonicClock clock;
+  const auto lingers = [&](const Server& server, int clients, Nanoseconds limit) {
+    const Nanoseconds began = clock.now();
+    server.linger(clients, limit);
+    return clock.now() - began;
+  };
+  const Server server(kHost, 0);
+  EXPECT_LT(lingers(server, 0, 20 * kSecond), 10 * kSecond);
+  EXPECT_GE(lingers(server, 1, kSecond / 10), kSecond / 10);
+  std::jthread one([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    Client client(kHost, server.port(), kSecond);
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  });
+  const Nanoseconds time = lingers(server, 1, 20 * kSecond);
+  EXPECT_GE(time, kSecond / 5);
+  EXPECT_LT(time, 10 * kSecond);
+  EXPECT_LT(lingers(server, 1, 20 * kSecond), 10 * kSecond);
+}
+
+// --- the name service: the test's own getaddrinfo() --------------------------------------------------------
+
+// What each look-up of "rank0.test" returns, the last again and again: a failure, or the addresses.
+struct LookUp {
+  int failure = 0;
+  std::vector<const char*> addresses;
+};
+std::vector<LookUp> lookUps;
+
+TEST(Names, AreWaitedForUntilTheNameServiceKnowsThem) {
+  const Server server(kHost, 0);
+  const LookUp good{0, {kHost}};
+  for (const int failure : {EAI_AGAIN, EAI_NONAME}) {
+    lookUps = {{failure, {}}, {failure, {}}, good};
+    Client("rank0.test", server.port(), 20 * kSecond).set("key", bytesOf("value"));
+    EXPECT_EQ(lookUps.size(), 1U);
+    lookUps = {{failure, {}}, good};
+    EXPECT_NE(Server("rank0.test", 0, 20 * kSecond).port(), 0);
+    lookUps = {{failure, {}}};
+    EXPECT_EQ(kindOf([&] { Client("rank0.test", server.port(), kSecond / 5); }), ErrorKind::Usage);
+  }
+  lookUps = {{EAI_FAIL, {}}, good};
+  EXPECT_EQ(kindOf([&] { Client("rank0.test", server.port(), 20 * kSecond); }), ErrorKind::Usage);
+}
+
+TEST(Names, AnAddressThatDropsPacketsLeavesTimeForTheOthers) {
+  constexpr const char* kOther = "127.0.0.2";
+  const Server server(kHost, 0);
+  // Its queue is full, so the kernel drops whatever comes.
+  const auto full = silentListener(kOther, server.port(), 0);
+  std::vector<FileDescriptor> queued;
+  for (int i = 0; i < 3; ++i) {
+    queued.emplace_back(::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0));
+    const sockaddr_in address = addressOf(kOther, server.port());
+    (void)::connect(queued.back().get(), reinterpret_cast<const sockaddr*>(&address),
+                    sizeof address);
+  }
+  EXPECT_EQ(kindOf([&] { Client(kOther, server.port(), kSecond / 5); }), ErrorKind::Timeout);
+  lookUps = {{0, {kOther, kHost}}};
+  const MonotonicClock clock;
+  const Nanoseconds began = clock.now();
+  Client("rank0.test", server.port(), 4 * kSecond).set("key", bytesOf("value"));
+  EXPECT_LT(clock.now() - began, 7 * kSecond / 2);
 }
 
 TEST(Store, APortIsTakenAndAHostUnknown) {
@@ -157,11 +278,9 @@ TEST(Store, StrangersAreDisconnectedAndOthersServed) {
        {std::string("GET / HTTP/1.1\r\n\r\n"), std::string("\xff\xff\xff\x7f"),
         std::string("\x04\0\0\0\x09\x01\0\0", 8), std::string("\x01")}) {
     const FileDescriptor stranger(::socket(AF_INET, SOCK_STREAM, 0));
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_port = htons(server.port());
-    ::inet_pton(AF_INET, kHost, &address.sin_addr);
-    ASSERT_EQ(::connect(stranger.get(), reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+    const sockaddr_in address = addressOf(kHost, server.port());
+    ASSERT_EQ(
+        ::connect(stranger.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
     ASSERT_EQ(::send(stranger.get(), data.data(), data.size(), MSG_NOSIGNAL),
               static_cast<ssize_t>(data.size()));
     if (data.size() > kLengthBytes - 1) {
@@ -173,4 +292,25 @@ TEST(Store, StrangersAreDisconnectedAndOthersServed) {
 }
 
 }  // namespace
+
+int lookUp(const char* host, const char* port, const addrinfo* hints, addrinfo** found) {
+  static const auto real =
+      reinterpret_cast<decltype(&::getaddrinfo)>(::dlsym(RTLD_NEXT, "getaddrinfo"));
+  if (!host || std::string_view(host) != "rank0.test") return real(host, port, hints, found);
+  const LookUp now = lookUps.front();
+  if (lookUps.size() > 1) lookUps.erase(lookUps.begin());
+  addrinfo** end = found;
+  for (const char* address : now.addresses) {
+    const int failure = real(address, port, hints, end);
+    if (failure != 0) return failure;
+    while (*end) end = &(*end)->ai_next;
+  }
+  return now.failure;
+}
+
 }  // namespace smddp::store
+
+extern "C" int getaddrinfo(const char* host, const char* port, const addrinfo* hints,
+                           addrinfo** found) {
+  return smddp::store::lookUp(host, port, hints, found);
+}
