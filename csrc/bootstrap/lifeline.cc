@@ -355,9 +355,9 @@ size_t Lifeline::numConnected() const {
                        [](const auto& entry) { return entry.second.state == Peer::Connected; });
 }
 
-size_t Lifeline::numExpected() const {
-  return std::count_if(peers_.begin(), peers_.end(),
-                       [](const auto& entry) { return entry.second.state == Peer::Expected; });
+bool Lifeline::isExpected(const ProcessId& process) const {
+  const auto found = peers_.find(process);
+  return found != peers_.end() && found->second.state == Peer::Expected;
 }
 
 void Lifeline::expire() {

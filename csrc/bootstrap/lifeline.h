@@ -72,8 +72,8 @@ class Lifeline {
 
   // The number of peers that are connected and whose hello has arrived.
   size_t numConnected() const;
-  // The number of introduced peers that are neither connected nor departed.
-  size_t numExpected() const;
+  // Whether the peer was introduced, and is neither connected nor departed.
+  bool isExpected(const ProcessId& process) const;
 
   // Makes sure that the peer's host is still reached: if it is silent for too long, the peer departs. Call it repeatedly
   // while waiting for the peer. True when it has been given up just now.

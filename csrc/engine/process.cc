@@ -259,6 +259,17 @@ std::optional<Process::Unreached> Process::unreachedAmong(
   return std::nullopt;
 }
 
+std::vector<Rank> Process::unconnectedAmong(
+    const std::vector<bootstrap::Introduction>& introductions) const {
+  ownership_.assertOwned();
+  std::vector<Rank> ranks;
+  for (size_t rank = 0; lifeline_ && rank < introductions.size(); ++rank) {
+    if (lifeline_->isExpected(introductions[rank].processId))
+      ranks.push_back(static_cast<Rank>(rank));
+  }
+  return ranks;
+}
+
 void Process::lose(Peer& peer, bool died, const std::string& cause) {
   ownership_.assertOwned();
   peer.died |= died;

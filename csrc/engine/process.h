@@ -161,11 +161,10 @@ class Process {
   };
   std::optional<Unreached> unreachedAmong(
       const std::vector<bootstrap::Introduction>& introductions) const;
-  // Whether every remote peer is connected, or known to be gone. checkPeers() works on that.
-  bool lifelinesSettled() const {
-    ownership_.assertOwned();
-    return !lifeline_ || lifeline_->numExpected() == 0;
-  }
+  // Those of these processes to which there is no lifeline yet, and that are not known to be gone. checkPeers() works on
+  // that.
+  std::vector<Rank> unconnectedAmong(
+      const std::vector<bootstrap::Introduction>& introductions) const;
   // Readable when checkPeers() has something to do for lifelines; negative without lifelines.
   int lifelineDescriptor() const {
     ownership_.assertOwned();
