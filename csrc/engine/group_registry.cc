@@ -90,9 +90,10 @@ bool GroupRegistry::areRemoteRanksDone() {
   ownership_.assertOwned();
   process_.poll();
   process_.checkPeers();
-  return std::all_of(left_.begin(), left_.end(), [](const auto& group) {
-    return !group->spansNodes() || group->tryGiveBack();
-  });
+  return process_.isAllDelivered() &&
+         std::all_of(left_.begin(), left_.end(), [](const auto& group) {
+           return !group->spansNodes() || group->tryGiveBack();
+         });
 }
 
 void GroupRegistry::clear() {

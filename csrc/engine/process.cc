@@ -2,6 +2,7 @@
 
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <system_error>
@@ -225,6 +226,14 @@ void Process::removeDeviceSource(std::span<std::byte> memory) {
 size_t Process::poll() {
   ownership_.assertOwned();
   return local_->table.poll() + (fabric_ ? fabric_->table.poll() : 0);
+}
+
+bool Process::isAllDelivered() const {
+  ownership_.assertOwned();
+  return std::all_of(peers_.begin(), peers_.end(), [](const auto& entry) {
+    const Peer& peer = *entry.second;
+    return peer.mate || peer.lost || peer.table->isDelivered(peer.id);
+  });
 }
 
 void Process::checkPeers() {

@@ -146,6 +146,8 @@ class Process {
 
   // Moves messages. Returns how many events there were.
   size_t poll();
+  // Whether the hosts of all remote peers that are not gone have what was sent to them.
+  bool isAllDelivered() const;
   // Looks for peers that are gone. Too slow for the fast path.
   void checkPeers();
   // A rank waits for this remote peer: probes its host. checkPeers() then finds a host that does not answer.

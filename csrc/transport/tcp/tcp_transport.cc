@@ -307,6 +307,12 @@ void TcpTransport::withdraw(std::span<std::byte> memory) {
   for (Link& link : links_) link.connection.withdraw(memory);
 }
 
+bool TcpTransport::isDelivered(PeerId peer) const {
+  return std::all_of(links_.begin(), links_.end(), [&](const Link& link) {
+    return link.peer == nullptr || link.peer->number != peer || link.connection.isDelivered();
+  });
+}
+
 // Sends and receives what the link's socket takes and has.
 size_t TcpTransport::serve(Link& link, Sink& sink) {
   Connection& connection = link.connection;
