@@ -1,7 +1,6 @@
 #include "bootstrap/lifeline.h"
 
 #include <linux/tcp.h>
-#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/timerfd.h>
 
@@ -11,6 +10,7 @@
 #include <system_error>
 #include <utility>
 
+#include "common/epoll.h"
 #include "common/error.h"
 #include "common/log.h"
 
@@ -20,8 +20,6 @@ namespace {
 constexpr uint64_t kListenerId = 0;
 constexpr uint64_t kTimerId = 1;
 constexpr Nanoseconds kSecond = 1'000'000'000;
-// Between attempts to connect, if the network lets none through.
-constexpr Nanoseconds kDialPeriod = kSecond / 4;
 
 std::string textOf(int error) { return std::generic_category().message(error); }
 
@@ -59,7 +57,7 @@ Lifeline::Lifeline(const ProcessId& self, const std::string& localAddress, const
   if (!epoll_ || !timer_) {
     raiseErrno(ErrorKind::Resource, "no descriptors left for lifelines; raise ulimit -n");
   }
-  setEpoll(kTimerId, timer_.get(), EPOLL_CTL_ADD, EPOLLIN);
+  setEpoll(epoll_, EPOLL_CTL_ADD, timer_.get(), EPOLLIN, {.u64 = kTimerId});
   listen(localAddress);
 }
 
@@ -83,7 +81,7 @@ void Lifeline::listen(const std::string& localAddress) {
   // would fill the queue of a process that is stopped. Without the option accept() drops them.
   const int second = 1;
   (void)::setsockopt(listener_.get(), IPPROTO_TCP, TCP_DEFER_ACCEPT, &second, sizeof second);
-  setEpoll(kListenerId, listener_.get(), EPOLL_CTL_ADD, EPOLLIN);
+  setEpoll(epoll_, EPOLL_CTL_ADD, listener_.get(), EPOLLIN, {.u64 = kListenerId});
 }
 
 std::vector<std::byte> Lifeline::address() const { return serialise({endpoint_, self_}); }
@@ -99,7 +97,7 @@ void Lifeline::connect(std::span<const std::byte> address, const std::string& de
   if (self_ < peer.process) {
     dial(peer.process);
   } else if (const auto early = find(peer.process); early != connections_.end()) {
-    setEpoll(early->first, early->second.socket.get(), EPOLL_CTL_ADD, EPOLLIN);
+    setEpoll(epoll_, EPOLL_CTL_ADD, early->second.socket.get(), EPOLLIN, {.u64 = early->first});
     admit(early);
   }
   rearm();
@@ -116,23 +114,18 @@ void Lifeline::dial(const ProcessId& process) {
     return onDialError(process, errno);
   }
   const ConnectionId id = nextId_++;
-  setEpoll(id, socket.get(), EPOLL_CTL_ADD, EPOLLOUT);
+  setEpoll(epoll_, EPOLL_CTL_ADD, socket.get(), EPOLLOUT, {.u64 = id});
   // The connection has no deadline of its own; the peer's applies.
   Connection connection{std::move(socket), State::Connecting, false, process};
   connection.mayBeDropped = Deadline::after(clock_, options_.handshakeTimeout / 2);
   connections_.emplace(id, std::move(connection));
 }
 
-// A link or a route that is missing may come back.
 void Lifeline::onDialError(const ProcessId& process, int error) {
   Peer& peer = peers_.at(process);
-  if (error == ENETUNREACH || error == EHOSTUNREACH || error == ENETDOWN || error == EHOSTDOWN) {
-    const Nanoseconds now = clock_.now();
-    if (!peer.unreachableSince) peer.unreachableSince = now;
-    if (now - *peer.unreachableSince < options_.hostTimeout) {
-      peer.nextDial = Deadline::after(clock_, kDialPeriod);
-      return;
-    }
+  if (const auto next = peer.redial.after(error, clock_, options_.hostTimeout)) {
+    peer.nextDial = *next;
+    return;
   }
   const bool ours = error == EMFILE || error == ENFILE;
   depart(process, false,
@@ -178,7 +171,7 @@ void Lifeline::accept() {
       return;
     }
     const ConnectionId id = nextId_++;
-    setEpoll(id, socket.get(), EPOLL_CTL_ADD, EPOLLIN);
+    setEpoll(epoll_, EPOLL_CTL_ADD, socket.get(), EPOLLIN, {.u64 = id});
     const auto deadline = Deadline::after(clock_, options_.handshakeTimeout);
     const auto [it, isNew] = connections_.emplace(
         id, Connection{std::move(socket), State::AwaitingHello, true, {}, deadline});
@@ -211,7 +204,7 @@ void Lifeline::onWritable(Connections::iterator it) {
     return failHandshake(it, "cannot send the hello: " + textOf(errno));
   }
   connection.state = State::AwaitingHello;
-  setEpoll(it->first, connection.socket.get(), EPOLL_CTL_MOD, EPOLLIN);
+  setEpoll(epoll_, EPOLL_CTL_MOD, connection.socket.get(), EPOLLIN, {.u64 = it->first});
 }
 
 void Lifeline::onHello(Connections::iterator it) {
@@ -241,7 +234,7 @@ void Lifeline::onHello(Connections::iterator it) {
   if (peers_.contains(connection.peer)) return admit(it);
   // The peer was introduced to us later than we to it. Keep the connection until connect() names the peer.
   connection.state = State::AwaitingIntroduction;
-  setEpoll(it->first, connection.socket.get(), EPOLL_CTL_DEL, 0);
+  setEpoll(epoll_, EPOLL_CTL_DEL, connection.socket.get(), 0, {});
 }
 
 void Lifeline::admit(Connections::iterator it) {
@@ -337,12 +330,7 @@ void Lifeline::depart(const ProcessId& process, bool orderly, const std::string&
 }
 
 void Lifeline::drop(Connections::iterator it) {
-  // close() alone is not enough, because a forked child may have a copy of the socket. So remove it from the epoll set
-  // and shut it down.
-  if (it->second.state != State::AwaitingIntroduction) {
-    setEpoll(it->first, it->second.socket.get(), EPOLL_CTL_DEL, 0);
-  }
-  ::shutdown(it->second.socket.get(), SHUT_RDWR);
+  endConnection(epoll_, it->second.socket.get());
   connections_.erase(it);
 }
 
@@ -367,9 +355,9 @@ size_t Lifeline::numConnected() const {
                        [](const auto& entry) { return entry.second.state == Peer::Connected; });
 }
 
-size_t Lifeline::numExpected() const {
-  return std::count_if(peers_.begin(), peers_.end(),
-                       [](const auto& entry) { return entry.second.state == Peer::Expected; });
+bool Lifeline::isExpected(const ProcessId& process) const {
+  const auto found = peers_.find(process);
+  return found != peers_.end() && found->second.state == Peer::Expected;
 }
 
 void Lifeline::expire() {
@@ -418,18 +406,9 @@ void Lifeline::closeInChild() noexcept {
   for (FileDescriptor* fd : {&listener_, &timer_, &epoll_}) *fd = FileDescriptor();
 }
 
-void Lifeline::setEpoll(ConnectionId id, int fd, int operation, uint32_t events) {
-  epoll_event event{};
-  event.events = events;
-  event.data.u64 = id;
-  if (::epoll_ctl(epoll_.get(), operation, fd, &event) != 0) {
-    raiseErrno(ErrorKind::Resource, "cannot add a lifeline to epoll");
-  }
-}
-
 void Lifeline::pauseListening(bool pause) {
   if (pause == paused_ || !listener_) return;
-  setEpoll(kListenerId, listener_.get(), EPOLL_CTL_MOD, pause ? 0U : EPOLLIN);
+  setEpoll(epoll_, EPOLL_CTL_MOD, listener_.get(), pause ? 0U : EPOLLIN, {.u64 = kListenerId});
   paused_ = pause;
 }
 

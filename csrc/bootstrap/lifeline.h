@@ -22,7 +22,6 @@
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -32,6 +31,7 @@
 #include "bootstrap/process_id.h"
 #include "common/clock.h"
 #include "common/file_descriptor.h"
+#include "common/redial.h"
 
 namespace smddp::bootstrap {
 
@@ -72,8 +72,8 @@ class Lifeline {
 
   // The number of peers that are connected and whose hello has arrived.
   size_t numConnected() const;
-  // The number of introduced peers that are neither connected nor departed.
-  size_t numExpected() const;
+  // Whether the peer was introduced, and is neither connected nor departed.
+  bool isExpected(const ProcessId& process) const;
 
   // Makes sure that the peer's host is still reached: if it is silent for too long, the peer departs. Call it repeatedly
   // while waiting for the peer. True when it has been given up just now.
@@ -119,8 +119,7 @@ class Lifeline {
     std::string description;
     Endpoint endpoint;
     Deadline deadline;
-    // If the network has let no connection through: since when, and when to try again.
-    std::optional<Nanoseconds> unreachableSince{};
+    Redial redial{};
     Deadline nextDial = Deadline::never();
     enum { Expected, Connected, Departed } state = Expected;
   };
@@ -145,7 +144,6 @@ class Lifeline {
   Connections::const_iterator find(const ProcessId& process) const;
   size_t numHalfOpen() const;
   void expire();
-  void setEpoll(ConnectionId id, int fd, int operation, uint32_t events);
   void pauseListening(bool pause);
   void rearm();
 

@@ -3,7 +3,9 @@
 namespace smddp::engine {
 namespace {
 
-// The end of a remote process may be known before its last bytes are here.
+// The end of a remote process may be known before its last bytes are read here. They are in this host by then if it has
+// left in order (Engine::shutdown). If it has died, they may be under way for longer, but then its death is an error in
+// any case, which a longer time would only delay.
 constexpr Nanoseconds kLastBytes = 10'000'000;
 // A host that has answered nothing for this long is blamed; the lifeline gives it up later.
 constexpr Nanoseconds kHostSilence = 500'000'000;

@@ -37,7 +37,7 @@ Process::Options withMetrics(Process::Options options) {
 // Waits until this process has a lifeline to every remote peer. All ranks of a new group wait here: a rank that went on
 // to compute would not answer the handshake and would look dead. A rank that fails now is reported by the first
 // operation. But if there is no connection between two ranks, both raise here: the one that has tried knows at once, and
-// tells the other, which would wait for it, through the store.
+// tells the other, which would wait for it, through the store. So does a rank whose time is over.
 void awaitLifelines(Engine& engine, bootstrap::Rendezvous& meeting, Rank me,
                     const std::vector<bootstrap::Introduction>& introductions,
                     Nanoseconds timeout) {
@@ -50,26 +50,39 @@ void awaitLifelines(Engine& engine, bootstrap::Rendezvous& meeting, Rank me,
   // another one needs for its answer. Another thread may take in the event first, so the sleep is short.
   constexpr int kSleepMilliseconds = 20;
   pollfd events{.fd = -1, .events = POLLIN, .revents = 0};
-  while (!deadline.passed(process.clock())) {
-    bool settled = false;
+  const auto giveUp = [&](const Error& error) {
+    meeting.tell(error);
+    throw error;
+  };
+  for (;;) {
+    std::vector<Rank> missing;
     std::optional<Process::Unreached> unreached;
     engine.call([&] {
       process.checkPeers();
-      settled = process.lifelinesSettled();
+      missing = process.unconnectedAmong(introductions);
       unreached = process.unreachedAmong(introductions);
       events.fd = process.lifelineDescriptor();
     });
     if (unreached) {
       const std::string other = Peer::describe(introductions[unreached->rank]);
-      const Error error(ErrorKind::PeerLost,
-                        fmt::format("rank {} has no connection to rank {} ({}): {}; if that "
-                                    "process runs, name the network between "
-                                    "the hosts in SMDDP_INTERFACE",
-                                    me, unreached->rank, other, unreached->cause));
-      meeting.tell(error);
-      throw error;
+      giveUp(Error(ErrorKind::PeerLost,
+                   fmt::format("rank {} has no connection to rank {} ({}): {}; if that process "
+                               "runs, name the network between the hosts in SMDDP_INTERFACE",
+                               me, unreached->rank, other, unreached->cause)));
     }
-    if (settled) return;
+    // A rank that has given this one up is not in the group.
+    if (missing.empty()) return meeting.checkNotes();
+    if (deadline.passed(process.clock())) {
+      const Rank first = missing.front();
+      missing.erase(missing.begin());
+      giveUp(
+          Error(ErrorKind::Timeout,
+                fmt::format("rank {} waited {:.1f} s for a connection to {}{}: stopped, busy, or "
+                            "behind a firewall; look at their logs, or raise the timeout",
+                            me, static_cast<double>(timeout) * 1e-9,
+                            bootstrap::describe(first, introductions[first]),
+                            missing.empty() ? "" : " and " + bootstrap::listRanks(missing))));
+    }
     checkInterrupt();
     if (nextNotes.passed(process.clock())) {
       meeting.checkNotes();

@@ -2,20 +2,23 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <utility>
+
+#include "engine/control_kind.h"
 
 namespace smddp::engine {
 namespace {
 
-// Control messages kept for groups that this rank has not made yet: groups, and messages of each.
-constexpr size_t kMaxEarly = 1024;
-// Groups that have ended and are remembered. No message is under way for longer than it takes to end so many.
-constexpr size_t kMaxEnded = 4096;
+// The memory for messages to groups that this rank has not made yet: some 500 000 announcements of sends.
+constexpr size_t kMaxEarlyBytes = size_t{64} << 20;
+// Groups that are remembered after their end. No message is under way for longer than it takes to end so many.
+constexpr size_t kMaxClosed = 4096;
 
 }  // namespace
 
 GroupRegistry::GroupRegistry(const Ownership& ownership, Process& process)
-    : ownership_(ownership), process_(process), ended_(kMaxEnded) {
+    : ownership_(ownership), process_(process), closed_(kMaxClosed) {
   process_.setControlHandler(
       [this](Peer& from, transport::Bytes message) { dispatch(from, message); });
 }
@@ -23,10 +26,15 @@ GroupRegistry::GroupRegistry(const Ownership& ownership, Process& process)
 void GroupRegistry::add(const std::shared_ptr<Group>& group) {
   ownership_.assertOwned();
   joined_[group->id()] = group;
-  const auto early = early_.extract(group->id());
-  if (early.empty()) return;
-  std::erase(earlyOrder_, group->id());
-  for (const EarlyMessage& message : early.mapped()) group->onControl(*message.from, message.bytes);
+  if (closed_.contains(group->id())) {
+    group->fail(Error(ErrorKind::Resource,
+                      fmt::format("other ranks sent more than {} MiB of messages before this rank "
+                                  "had made the group; call a barrier before them",
+                                  kMaxEarlyBytes >> 20)));
+    activate(*group);
+    return;
+  }
+  for (const EarlyMessage& message : takeEarly(group->id())) dispatch(*message.from, message.bytes);
 }
 
 void GroupRegistry::leave(const std::shared_ptr<Group>& group) {
@@ -66,7 +74,7 @@ void GroupRegistry::reap() {
     ownership_.assertOwned();
     if (!group->idle() || !group->tryGiveBack()) return false;
     std::erase(active_, group.get());
-    ended_.insert(group->id());
+    closed_.insert(group->id());
     group->moveLeftoversTo(ofEndedGroups_);
     return true;
   });
@@ -82,16 +90,17 @@ bool GroupRegistry::areRemoteRanksDone() {
   ownership_.assertOwned();
   process_.poll();
   process_.checkPeers();
-  return std::all_of(left_.begin(), left_.end(), [](const auto& group) {
-    return !group->spansNodes() || group->tryGiveBack();
-  });
+  return process_.isAllDelivered() &&
+         std::all_of(left_.begin(), left_.end(), [](const auto& group) {
+           return !group->spansNodes() || group->tryGiveBack();
+         });
 }
 
 void GroupRegistry::clear() {
   ownership_.assertOwned();
   left_.clear();
   early_.clear();
-  earlyOrder_.clear();
+  earlyBytes_ = 0;
 }
 
 void GroupRegistry::activate(Group& group) {
@@ -159,19 +168,29 @@ void GroupRegistry::dispatch(Peer& from, transport::Bytes message) {
   keepEarly(id, from, message);
 }
 
-// Messages to a group that this rank never makes would stay for ever: the oldest make room.
+// Messages to a group that this rank never makes would stay for ever: those of the group with the oldest make room. If
+// this rank does make it, add() fails it.
 void GroupRegistry::keepEarly(uint64_t id, Peer& from, transport::Bytes message) {
-  // A rank that waited may ask, or answer, while the others already end the group.
-  if (ended_.contains(id)) return;
-  if (!early_.contains(id)) {
-    if (early_.size() == kMaxEarly) {
-      early_.erase(earlyOrder_.front());
-      earlyOrder_.pop_front();
-    }
-    earlyOrder_.push_back(id);
+  // A rank that waited may ask, or answer, while the others already end the group. And whoever asks asks again.
+  if (closed_.contains(id) || transport::parseControlHeader(message)->kind == kInquiry) return;
+  early_.push_back({id, &from, {message.begin(), message.end()}});
+  earlyBytes_ += early_.back().memory();
+  while (earlyBytes_ > kMaxEarlyBytes) {
+    const uint64_t oldest = early_.front().group;
+    closed_.insert(oldest);
+    takeEarly(oldest);
   }
-  auto& waiting = early_[id];
-  if (waiting.size() < kMaxEarly) waiting.push_back({&from, {message.begin(), message.end()}});
+}
+
+std::deque<GroupRegistry::EarlyMessage> GroupRegistry::takeEarly(uint64_t id) {
+  const auto first =
+      std::stable_partition(early_.begin(), early_.end(),
+                            [&](const EarlyMessage& message) { return message.group != id; });
+  std::deque<EarlyMessage> taken(std::make_move_iterator(first),
+                                 std::make_move_iterator(early_.end()));
+  early_.erase(first, early_.end());
+  for (const EarlyMessage& message : taken) earlyBytes_ -= message.memory();
+  return taken;
 }
 
 }  // namespace smddp::engine

@@ -77,12 +77,16 @@ class GroupRegistry {
   void moveLeftoversTo(Leftovers& leftovers);
 
  private:
+  // To a group that this rank has not made yet.
   struct EarlyMessage {
+    uint64_t group;
     Peer* from;
     std::vector<std::byte> bytes;
+    size_t memory() const { return sizeof *this + bytes.size(); }
   };
   void dispatch(Peer& from, transport::Bytes message);
   void keepEarly(uint64_t id, Peer& from, transport::Bytes message) SMDDP_REQUIRES(ownership_);
+  std::deque<EarlyMessage> takeEarly(uint64_t id) SMDDP_REQUIRES(ownership_);
 
   const Ownership& ownership_;
   Process& process_;
@@ -91,11 +95,10 @@ class GroupRegistry {
   std::vector<std::shared_ptr<Group>> left_
       SMDDP_GUARDED_BY(ownership_);  // until nobody can touch their memory
   Leftovers ofEndedGroups_ SMDDP_GUARDED_BY(ownership_);
-  // By group: messages to groups that this rank has not made yet.
-  std::map<uint64_t, std::deque<EarlyMessage>> early_ SMDDP_GUARDED_BY(ownership_);
-  std::deque<uint64_t> earlyOrder_
-      SMDDP_GUARDED_BY(ownership_);               // the groups in early_, the first is the oldest
-  RecentSet ended_ SMDDP_GUARDED_BY(ownership_);  // groups that were freed
+  std::deque<EarlyMessage> early_ SMDDP_GUARDED_BY(ownership_);  // oldest first
+  size_t earlyBytes_ SMDDP_GUARDED_BY(ownership_) = 0;           // their memory
+  // Groups that were freed, and those that had too many early messages: no message to them is kept.
+  RecentSet closed_ SMDDP_GUARDED_BY(ownership_);
   bool checksIdleGroups_ SMDDP_GUARDED_BY(ownership_) = false;
   bool hasLeftAll_ SMDDP_GUARDED_BY(ownership_) = false;
 };

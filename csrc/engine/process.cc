@@ -2,6 +2,7 @@
 
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <system_error>
@@ -227,6 +228,14 @@ size_t Process::poll() {
   return local_->table.poll() + (fabric_ ? fabric_->table.poll() : 0);
 }
 
+bool Process::isAllDelivered() const {
+  ownership_.assertOwned();
+  return std::all_of(peers_.begin(), peers_.end(), [](const auto& entry) {
+    const Peer& peer = *entry.second;
+    return peer.mate || peer.lost || peer.table->isDelivered(peer.id);
+  });
+}
+
 void Process::checkPeers() {
   ownership_.assertOwned();
   if (lifeline_) {
@@ -257,6 +266,17 @@ std::optional<Process::Unreached> Process::unreachedAmong(
     return Unreached{static_cast<Rank>(rank), found->second->lost.value_or("")};
   }
   return std::nullopt;
+}
+
+std::vector<Rank> Process::unconnectedAmong(
+    const std::vector<bootstrap::Introduction>& introductions) const {
+  ownership_.assertOwned();
+  std::vector<Rank> ranks;
+  for (size_t rank = 0; lifeline_ && rank < introductions.size(); ++rank) {
+    if (lifeline_->isExpected(introductions[rank].processId))
+      ranks.push_back(static_cast<Rank>(rank));
+  }
+  return ranks;
 }
 
 void Process::lose(Peer& peer, bool died, const std::string& cause) {

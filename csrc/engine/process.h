@@ -146,6 +146,8 @@ class Process {
 
   // Moves messages. Returns how many events there were.
   size_t poll();
+  // Whether the hosts of all remote peers that are not gone have what was sent to them.
+  bool isAllDelivered() const;
   // Looks for peers that are gone. Too slow for the fast path.
   void checkPeers();
   // A rank waits for this remote peer: probes its host. checkPeers() then finds a host that does not answer.
@@ -161,11 +163,10 @@ class Process {
   };
   std::optional<Unreached> unreachedAmong(
       const std::vector<bootstrap::Introduction>& introductions) const;
-  // Whether every remote peer is connected, or known to be gone. checkPeers() works on that.
-  bool lifelinesSettled() const {
-    ownership_.assertOwned();
-    return !lifeline_ || lifeline_->numExpected() == 0;
-  }
+  // Those of these processes to which there is no lifeline yet, and that are not known to be gone. checkPeers() works on
+  // that.
+  std::vector<Rank> unconnectedAmong(
+      const std::vector<bootstrap::Introduction>& introductions) const;
   // Readable when checkPeers() has something to do for lifelines; negative without lifelines.
   int lifelineDescriptor() const {
     ownership_.assertOwned();

@@ -55,6 +55,10 @@ class ChannelTable final : private Sink {
   size_t poll();
   // Sends grants for all released messages, without batching. For the end of an operation.
   void sendGrantsNow();
+  // Whether the peer's host has all that was sent to it.
+  bool isDelivered(PeerId peer) const {
+    return !outbox_.contains(peer) && transport_.isDelivered(peer);
+  }
   // True if messages wait for room in the transport: do not sleep, poll() again.
   bool hasBacklog() const { return backlog_ != 0 || grantsDue_; }
 

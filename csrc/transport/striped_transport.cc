@@ -189,6 +189,14 @@ void StripedTransport::withdraw(std::span<std::byte> memory) {
   for (const auto& card : cards_) card->withdraw(memory);
 }
 
+bool StripedTransport::isDelivered(PeerId id) const {
+  const std::vector<PeerId>& at = peers_.at(id).at;
+  for (size_t card = 0; card < at.size(); ++card) {
+    if (!cards_[card]->isDelivered(at[card])) return false;
+  }
+  return true;
+}
+
 size_t StripedTransport::poll(Sink& sink) {
   announce();
   size_t numEvents = 0;

@@ -36,6 +36,7 @@ class StripedTransport final : public Transport {
   [[nodiscard]] bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, Bytes header,
                          Payload payload, uint64_t token) override;
   void withdraw(std::span<std::byte> memory) override;
+  bool isDelivered(PeerId peer) const override;
   size_t poll(Sink& sink) override;
   int waitDescriptor() const override { return wait_.get(); }
   bool prepareWait() override;

@@ -125,6 +125,10 @@ class Transport {
   // Writes nothing to this memory any more, which placeFor() has returned: what is arriving there goes on to its slot.
   virtual void withdraw(std::span<std::byte> /*memory*/) {}
 
+  // Whether the peer's host has all that was sent to it. What is still under way when this process closes its
+  // connections may get lost.
+  virtual bool isDelivered(PeerId /*peer*/) const { return true; }
+
   // Makes progress and reports events to the sink. Returns their number.
   virtual size_t poll(Sink& sink) = 0;
 

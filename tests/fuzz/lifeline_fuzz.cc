@@ -3,7 +3,9 @@
 #include <fcntl.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <set>
 #include <vector>
 
 #include "bootstrap/lifeline.h"
@@ -71,7 +73,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Lifeline line(process(kSelf), "127.0.0.1", options);
   const Endpoint endpoint = parseLifelineAddress(line.address(), "the lifeline").endpoint;
   std::vector<FileDescriptor> visitors;
-  size_t introduced = 0, departed = 0;
+  std::set<ProcessId> introduced;
+  size_t departed = 0;
   const auto poll = [&] { line.poll([&](const Lifeline::Departure&) { ++departed; }); };
   while (!script.done()) {
     const uint8_t what = script.byte();
@@ -83,7 +86,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       case 1:
         // Processes with smaller numbers must connect to us.
         line.connect(serialise(LifelineAddress{endpoint, process(1 + what / 8)}), "a peer");
-        introduced = std::min<size_t>(introduced + 1, 64);
+        introduced.insert(process(1 + what / 8));
         break;
       case 2:
         if (visitor != nullptr) *visitor = FileDescriptor();
@@ -93,7 +96,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         // It must connect to processes with greater numbers. One that is introduced again is connected to once.
         const ProcessId peer = process(kSelf + 1 + what / 8);
         line.connect(serialise(LifelineAddress{theDoor().endpoint, peer}), "a peer");
-        introduced = std::min<size_t>(introduced + 1, 64);
+        introduced.insert(peer);
         if (visitors.size() < 8) visitors.push_back(theDoor().open());
         break;
       }
@@ -104,13 +107,15 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         }
       }
     }
-    if (line.numConnected() + line.numExpected() > introduced) std::abort();
+    const auto expected = std::count_if(introduced.begin(), introduced.end(),
+                                        [&](const auto& peer) { return line.isExpected(peer); });
+    if (line.numConnected() + expected > introduced.size()) std::abort();
     if (!options.seal.isEmpty() && line.numConnected() > 0) std::abort();
   }
   poll();
   line.leave();
   while (theDoor().open()) {
   }
-  if (departed > introduced) std::abort();
+  if (departed > introduced.size()) std::abort();
   return 0;
 }

@@ -177,6 +177,67 @@ def test_link_that_heals_while_ranks_meet(network: hosts.Network) -> None:
     assert ranks.check_ranks(_meet_on_a_bad_link, "2x2", network, network=network) == [4.0] * 4
 
 
+def _connect_in_an_outage(network: hosts.Network, how: str, seconds: float) -> float:
+    # Connects the lifelines only.
+    dist.init_process_group("smddp", timeout=timedelta(seconds=60))
+    if dist.get_rank() == 0:
+        host = network.hosts[0]
+        if how == "no route":
+            host.run("ip link set eth0 down")
+            restore = (host.run, ["ip link set eth0 up"])
+        else:
+            network.unplug(1)
+            host.run("ip neigh flush dev eth0")
+            restore = (network.plug, [1])
+        threading.Timer(seconds, *restore).start()
+        ranks.arrive("interrupted")
+    # Rank 0 has to connect, so rank 1 does nothing before.
+    ranks.await_ranks("interrupted", 1)
+    tensor = torch.ones(10_000)
+    if dist.get_rank() == 0:
+        dist.send(tensor, 1)
+    else:
+        dist.recv(tensor.zero_(), 0)
+    dist.destroy_process_group()
+    return float(tensor.unique())
+
+
+# To find out that there is no answer to ARP takes the kernel three seconds.
+@pytest.mark.parametrize(("how", "seconds"), [("no route", 1), ("no answer", 4)])
+def test_first_connection_in_an_outage(network: hosts.Network, how: str, seconds: float) -> None:
+    outcomes = ranks.check_ranks(
+        _connect_in_an_outage,
+        "1+1",
+        network,
+        how,
+        seconds,
+        network=network,
+        env={"SMDDP_HOST_TIMEOUT": "10"},
+    )
+    assert outcomes == [1.0] * 2
+
+
+def _leave_before_all_has_arrived(call: str) -> float:
+    dist.init_process_group("smddp", timeout=timedelta(seconds=60))
+    tensor = torch.full((1 << 18,), float(dist.get_rank() == 0))
+    # Nothing goes the other way that rank 0 could wait for.
+    if call == "broadcast":
+        dist.broadcast(tensor, 0)
+    elif dist.get_rank() == 0:
+        dist.send(tensor, 1)
+    else:
+        dist.recv(tensor, 0)
+    dist.destroy_process_group()
+    return float(tensor.unique())
+
+
+@pytest.mark.parametrize("call", ["send", "broadcast"])
+def test_rank_that_leaves_before_all_has_arrived(call: str) -> None:
+    with hosts.Hosts(2, "10mbit") as network:
+        outcomes = ranks.check_ranks(_leave_before_all_has_arrived, "1+1", call, network=network)
+    assert outcomes == [1.0] * 2
+
+
 def _reduce_slowly(mebibytes: int, limit: float) -> Failure | float:
     dist.init_process_group("smddp", timeout=timedelta(seconds=limit))
     tensor = torch.ones(mebibytes << 18)

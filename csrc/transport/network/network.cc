@@ -38,7 +38,8 @@ std::unique_ptr<Transport> open(const std::string& host) {
   return std::make_unique<tcp::TcpTransport>(
       tcp::Options{.host = host,
                    .reason = isNamed ? "by SMDDP_PROVIDER" : "no usable efa, cxi or verbs card",
-                   .seal = Seal(settings().jobToken.text)});
+                   .seal = Seal(settings().jobToken.text),
+                   .hostTimeout = settings().hostTimeout * 1'000'000'000});
 }
 
 }  // namespace smddp::transport::network

@@ -1,5 +1,7 @@
 #include "transport/tcp/connection.h"
 
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -94,6 +96,11 @@ void Connection::send(std::vector<uint64_t>& done) {
       queue_.pop_front();
     }
   }
+}
+
+bool Connection::isDelivered() const {
+  int bytes = 0;
+  return queue_.empty() && (::ioctl(socket_.get(), SIOCOUTQ, &bytes) != 0 || bytes == 0);
 }
 
 size_t Connection::read(std::span<iovec> pieces) {

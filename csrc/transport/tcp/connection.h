@@ -53,6 +53,8 @@ class Connection {
   // Sends what the socket takes, if it may take something. Appends the tokens of puts that have left.
   void send(std::vector<uint64_t>& done);
   bool hasQueued() const { return !queue_.empty(); }
+  // Whether the other host has acknowledged all of it.
+  bool isDelivered() const;
 
   // The kernel says that the socket takes bytes, or has some.
   void markWritable() { isWritable_ = true; }

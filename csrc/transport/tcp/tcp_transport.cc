@@ -3,7 +3,6 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <sys/epoll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 
@@ -13,6 +12,7 @@
 #include <cstring>
 #include <utility>
 
+#include "common/epoll.h"
 #include "common/error.h"
 #include "common/log.h"
 #include "common/random.h"
@@ -24,7 +24,7 @@ constexpr const char* kTag = "transport/tcp";
 constexpr int kEventsPerPoll = 64;
 // The read for the head of a shorter payload brings most of it along, and that is copied in any case.
 constexpr size_t kLeastPlaced = 4096;
-constexpr std::chrono::seconds kListenAgain(1);
+constexpr Nanoseconds kListenAgain = 1'000'000'000;
 
 // A numeric address for bind() and connect().
 class SocketAddress {
@@ -114,10 +114,7 @@ TcpTransport::TcpTransport(Options options)
   }
   // The port is at the same place in both families.
   port_ = ntohs(reinterpret_cast<const sockaddr_in*>(&bound)->sin_port);
-  epoll_event event{};
-  event.events = EPOLLIN;
-  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, listener_.get(), &event) != 0)
-    raise(ErrorKind::Resource, "cannot watch a socket: {}", std::strerror(errno));
+  setEpoll(epoll_, EPOLL_CTL_ADD, listener_.get(), EPOLLIN, {.ptr = nullptr});
 }
 
 TcpTransport::~TcpTransport() = default;
@@ -166,32 +163,52 @@ TcpTransport::Link& TcpTransport::add(FileDescriptor socket) {
   // Messages are written as a whole, so there is nothing to wait for.
   const int on = 1;
   ::setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  Link& link = links_.emplace_back(std::move(socket));
-  epoll_event event{};
-  event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
-  event.data.ptr = &link;
-  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, link.connection.descriptor(), &event) != 0) {
-    const int error = errno;
-    links_.pop_back();
-    raise(ErrorKind::Resource, "cannot watch a socket: {}", std::strerror(error));
-  }
+  std::list<Link> made;
+  Link& link = made.emplace_back(std::move(socket));
+  setEpoll(epoll_, EPOLL_CTL_ADD, link.connection.descriptor(),
+           EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, {.ptr = &link});
+  links_.splice(links_.end(), made);
   return link;
 }
 
 TcpTransport::Link* TcpTransport::outgoing(Peer& peer) {
-  if (peer.failed || peer.out != nullptr) return peer.failed ? nullptr : peer.out;
+  if (peer.out == nullptr && !peer.failed && peer.nextDial.passed(clock_)) dial(peer);
+  return peer.out == nullptr || peer.out->isConnecting ? nullptr : peer.out;
+}
+
+void TcpTransport::dial(Peer& peer) {
   const SocketAddress address(peer.address.host, peer.address.port);
   FileDescriptor socket = newSocket(address.family());
-  if (::connect(socket.get(), address.get(), address.length()) != 0 && errno != EINPROGRESS) {
-    fail(peer, fmt::format("connecting to {}:{} failed: {}", peer.address.host, peer.address.port,
-                           std::strerror(errno)));
-    return nullptr;
-  }
+  if (::connect(socket.get(), address.get(), address.length()) != 0 && errno != EINPROGRESS)
+    return onDialError(peer, errno);
   Link& link = add(std::move(socket));
   link.peer = &peer;
+  link.isConnecting = true;
   peer.out = &link;
   link.connection.queueHello({kMagic, 0, id_, peer.address.id, proofOf(id_, peer.address.id)});
-  return &link;
+}
+
+void TcpTransport::onDialError(Peer& peer, int error) {
+  if (const auto next = peer.redial.after(error, clock_, options_.hostTimeout)) {
+    peer.nextDial = *next;
+    return;
+  }
+  fail(peer, fmt::format("connecting to {}:{} failed: {}", peer.address.host, peer.address.port,
+                         std::strerror(error)));
+}
+
+bool TcpTransport::finishDial(Link& link) {
+  link.isConnecting = false;
+  int error = 0;
+  socklen_t size = sizeof error;
+  if (::getsockopt(link.connection.descriptor(), SOL_SOCKET, SO_ERROR, &error, &size) != 0)
+    error = errno;
+  if (error == 0) return true;
+  Peer& peer = *link.peer;
+  peer.out = nullptr;
+  close(link);
+  onDialError(peer, error);
+  return false;
 }
 
 void TcpTransport::accept() {
@@ -218,12 +235,9 @@ void TcpTransport::accept() {
 }
 
 void TcpTransport::listen(bool on) {
-  epoll_event event{};
-  if (on) event.events = EPOLLIN;
-  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, listener_.get(), &event) != 0)
-    raise(ErrorKind::Resource, "cannot watch a socket: {}", std::strerror(errno));
+  setEpoll(epoll_, EPOLL_CTL_MOD, listener_.get(), on ? EPOLLIN : 0U, {.ptr = nullptr});
   isListening_ = on;
-  listenAgain_ = std::chrono::steady_clock::now() + kListenAgain;
+  listenAgain_ = Deadline::after(clock_, kListenAgain);
 }
 
 bool TcpTransport::dropSilent() {
@@ -293,10 +307,21 @@ void TcpTransport::withdraw(std::span<std::byte> memory) {
   for (Link& link : links_) link.connection.withdraw(memory);
 }
 
+bool TcpTransport::isDelivered(PeerId peer) const {
+  return std::all_of(links_.begin(), links_.end(), [&](const Link& link) {
+    return link.peer == nullptr || link.peer->number != peer || link.connection.isDelivered();
+  });
+}
+
 // Sends and receives what the link's socket takes and has.
 size_t TcpTransport::serve(Link& link, Sink& sink) {
   Connection& connection = link.connection;
   size_t events = 0;
+  if (link.isConnecting) {
+    if (!finishDial(link)) return events;
+    // There is room now.
+    ++events;
+  }
   connection.send(done_);
   for (const uint64_t token : std::exchange(done_, {})) {
     ++events;
@@ -337,7 +362,7 @@ size_t TcpTransport::receiveRest(const Link& lost, Sink& sink) {
 }
 
 size_t TcpTransport::poll(Sink& sink) {
-  if (!isListening_ && std::chrono::steady_clock::now() >= listenAgain_) listen(true);
+  if (!isListening_ && listenAgain_.passed(clock_)) listen(true);
   std::array<epoll_event, kEventsPerPoll> found;
   const int count = ::epoll_wait(epoll_.get(), found.data(), kEventsPerPoll, 0);
   bool hasCallers = false;
@@ -383,10 +408,7 @@ void TcpTransport::drop(Link& link) {
 }
 
 void TcpTransport::close(Link& link) {
-  // A forked child may have a copy of the socket. Then close() alone ends neither the connection nor its events, which
-  // have the address of the link.
-  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link.connection.descriptor(), nullptr);
-  ::shutdown(link.connection.descriptor(), SHUT_RDWR);
+  endConnection(epoll_, link.connection.descriptor());
   std::erase(busy_, &link);
   links_.remove_if([&](const Link& other) { return &other == &link; });
 }

@@ -9,14 +9,15 @@
 // Threads, ownership and errors: those of Transport.
 #pragma once
 
-#include <chrono>
 #include <list>
 #include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "common/clock.h"
 #include "common/file_descriptor.h"
+#include "common/redial.h"
 #include "common/seal.h"
 #include "transport/tcp/connection.h"
 #include "transport/tcp/frames.h"
@@ -34,6 +35,8 @@ struct Options {
   // The limit of connections that have not said who they are, or come from processes that nobody has introduced
   // yet. At most a quarter of the descriptors that this process may have.
   size_t maxStrangers = 1024;
+  // How long a peer may be out of reach when this process connects to it.
+  Nanoseconds hostTimeout = 4'000'000'000;
 };
 
 class TcpTransport final : public Transport {
@@ -49,6 +52,7 @@ class TcpTransport final : public Transport {
   [[nodiscard]] bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, Bytes header,
                          Payload payload, uint64_t token) override;
   void withdraw(std::span<std::byte> memory) override;
+  bool isDelivered(PeerId peer) const override;
   size_t poll(Sink& sink) override;
   int waitDescriptor() const override { return epoll_.get(); }
   bool prepareWait() override;
@@ -63,18 +67,25 @@ class TcpTransport final : public Transport {
     Peer* peer = nullptr;   // null: it has not said who it is, or is not introduced
     uint64_t sender = 0;    // who has opened it; 0 if this process has, or before the Hello
     bool isQueued = false;  // in busy_
+    bool isConnecting = false;
   };
   struct Peer {
     PeerId number = 0;
     Address address;
     Link* out = nullptr;  // where this process sends
     bool failed = false;
+    Redial redial{};
+    Deadline nextDial{0};
   };
   class LinkReceiver;
 
   Peer& peerOf(PeerId peer);
-  // The connection on which this process sends to the peer. Null: it has failed.
+  // The connection on which this process sends to the peer. Null: there is none yet, or it has failed.
   Link* outgoing(Peer& peer);
+  void dial(Peer& peer);
+  void onDialError(Peer& peer, int error);
+  // The kernel has connected the link, or given up. False: it has given up, and the link is gone.
+  bool finishDial(Link& link);
   Link& add(FileDescriptor socket);
   void accept();
   // Makes room: the oldest connection that has not said who it is does so, or is closed. False: all have said it.
@@ -96,6 +107,7 @@ class TcpTransport final : public Transport {
   const Options options_;
   const uint64_t id_;
   const size_t maxStrangers_;
+  const MonotonicClock clock_;
   FileDescriptor epoll_, listener_;
   uint16_t port_ = 0;
   std::vector<std::span<std::byte>> regions_;  // by key - 1
@@ -111,7 +123,7 @@ class TcpTransport final : public Transport {
   // While the process has no descriptor for a connection that waits, its listener is not watched: epoll would report it
   // again and again.
   bool isListening_ = true;
-  std::chrono::steady_clock::time_point listenAgain_;
+  Deadline listenAgain_;
 };
 
 }  // namespace smddp::transport::tcp

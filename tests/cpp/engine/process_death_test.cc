@@ -82,7 +82,7 @@ void runChild(int socket, Rank me, const std::vector<std::string>& nodes, bool d
   for (bool settled = false; !settled;) {
     engine.call([&] {
       engine.process().checkPeers();
-      settled = engine.process().lifelinesSettled();
+      settled = engine.process().unconnectedAmong(introductions).empty();
     });
   }
 

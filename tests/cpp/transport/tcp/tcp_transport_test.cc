@@ -1,17 +1,23 @@
 #include "transport/tcp/tcp_transport.h"
 
 #include <arpa/inet.h>
+#include <gmock/gmock.h>
+#include <net/if.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
+#include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <thread>
 
+#include "common/clock.h"
 #include "transport/recording_sink.h"
 #include "transport/striped_transport.h"
 #include "transport/transport_suite.h"
@@ -69,6 +75,16 @@ bool isClosed(Transport& transport, const FileDescriptor& socket) {
   return false;
 }
 
+// Sends a control message when there is a connection. The kernel makes it, so the peer need not be polled.
+void send(Transport& transport, PeerId peer, Bytes message, Sink& sink) {
+  const MonotonicClock clock;
+  const Deadline deadline = Deadline::after(clock, 10'000'000'000);
+  while (!transport.control(peer, message)) {
+    ASSERT_FALSE(deadline.passed(clock)) << "no room for a control message";
+    transport.poll(sink);
+  }
+}
+
 tcp::Options options(const std::string& token) {
   return {.host = "127.0.0.1", .seal = Seal(token), .maxStrangers = 4};
 }
@@ -91,7 +107,7 @@ TEST(TcpStrangers, AHelloThatHasArrivedCounts) {
   tcp::TcpTransport transport(options("token")), other(options("token"));
   RecordingSink sink, itsSink;
   transport.connect(other.address(), "the peer");
-  ASSERT_TRUE(other.control(other.connect(transport.address(), "this rank"), pattern(10, 1)));
+  send(other, other.connect(transport.address(), "this rank"), pattern(10, 1), itsSink);
   for (int i = 0; i < 10; ++i) other.poll(itsSink);
   // All are accepted in one poll, the peer first.
   std::vector<FileDescriptor> strangers;
@@ -188,8 +204,10 @@ TEST(TcpTransport, WhatHasArrivedOnOneConnectionCountsWhenTheOtherEnds) {
   RecordingSink sink, itsSink;
   const PeerId peer = transport.connect(dying->address(), "the rank that dies");
   const PeerId me = dying->connect(transport.address(), "this rank");
-  ASSERT_TRUE(transport.control(peer, pattern(10, 1)));
-  ASSERT_TRUE(dying->control(me, pattern(10, 2)));
+  ASSERT_FALSE(transport.control(peer, pattern(10, 1)));
+  ASSERT_FALSE(dying->control(me, pattern(10, 2)));
+  send(transport, peer, pattern(10, 1), sink);
+  send(*dying, me, pattern(10, 2), itsSink);
   for (int i = 0; i < 100 && (sink.controls.empty() || itsSink.controls.empty()); ++i) {
     dying->poll(itsSink);
     transport.poll(sink);
@@ -205,6 +223,80 @@ TEST(TcpTransport, WhatHasArrivedOnOneConnectionCountsWhenTheOtherEnds) {
   EXPECT_EQ(sink.controls.size(), 21u);
 }
 
+// A thread that has a network of its own: loopback, whose address can be taken away, and with it the route to it.
+class TcpOutage : public ::testing::Test {
+ protected:
+  void run(const std::function<void()>& body) {
+    bool isAllowed = false;
+    std::thread([&] {
+      isAllowed = ::unshare(CLONE_NEWNET) == 0;
+      if (!isAllowed) return;
+      ifreq request{};
+      request.ifr_flags = IFF_UP;
+      configure(SIOCSIFFLAGS, request);
+      setRoute(true);
+      body();
+    }).join();
+    if (!isAllowed) GTEST_SKIP() << "a network of its own needs root";
+  }
+  static void setRoute(bool exists) {
+    ifreq request{};
+    auto& address = reinterpret_cast<sockaddr_in&>(request.ifr_addr);
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(exists ? INADDR_LOOPBACK : 0x0A000001);
+    configure(SIOCSIFADDR, request);
+  }
+  static tcp::Options within(Nanoseconds hostTimeout) {
+    return {.host = "127.0.0.1", .hostTimeout = hostTimeout};
+  }
+
+ private:
+  static void configure(unsigned long what, ifreq& request) {
+    std::strcpy(request.ifr_name, "lo");
+    const FileDescriptor socket(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    ASSERT_EQ(::ioctl(socket.get(), what, &request), 0) << std::strerror(errno);
+  }
+};
+
+TEST_F(TcpOutage, AFirstConnectionWaitsForANetworkThatComesBack) {
+  run([] {
+    tcp::TcpTransport transport(within(10'000'000'000)), other(within(10'000'000'000));
+    RecordingSink sink, itsSink;
+    const PeerId peer = transport.connect(other.address(), "the peer");
+    other.connect(transport.address(), "this rank");
+    setRoute(false);
+    for (int i = 0; i < 300; ++i) {
+      ASSERT_FALSE(transport.control(peer, pattern(10, 1)));
+      transport.poll(sink);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    setRoute(true);
+    send(transport, peer, pattern(10, 1), sink);
+    for (int i = 0; i < 1000 && itsSink.controls.empty(); ++i) {
+      transport.poll(sink);
+      other.poll(itsSink);
+    }
+    EXPECT_EQ(itsSink.controls.size(), 1u);
+    EXPECT_TRUE(sink.failed.empty());
+  });
+}
+
+TEST_F(TcpOutage, AFirstConnectionFailsWhenTheNetworkStaysAway) {
+  run([] {
+    tcp::TcpTransport transport(within(300'000'000)), other(within(300'000'000));
+    RecordingSink sink;
+    const PeerId peer = transport.connect(other.address(), "the peer");
+    setRoute(false);
+    for (int i = 0; i < 10'000 && sink.failed.empty(); ++i) {
+      ASSERT_FALSE(transport.control(peer, pattern(10, 1)));
+      transport.poll(sink);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    ASSERT_EQ(sink.failed.count(peer), 1u);
+    EXPECT_THAT(sink.failed[peer], ::testing::HasSubstr("Network is unreachable"));
+  });
+}
+
 // A long put from one transport to another, whose payload the receiver has posted.
 class TcpPosted : public ::testing::Test {
  protected:
@@ -215,6 +307,7 @@ class TcpPosted : public ::testing::Test {
     receiver_.connect(sender_.address(), "the sender");
     const RemoteKey key = receiver_.registerMemory(slot_);
     sink_.posted = posted_;
+    testing::send(sender_, peer, pattern(8, 1), senderSink_);
     ASSERT_TRUE(sender_.put(peer, {key, 0}, 7, header_, Payload(payload_), 1));
   }
   // Until `done` says so. A poll receives about 1 MiB.
@@ -259,7 +352,7 @@ TEST(TcpStrangers, ThoseWithoutTheTokenAreRefused) {
   RecordingSink sink, itsSink;
   const PeerId peer = stranger.connect(transport.address(), "the rank it attacks");
   transport.connect(stranger.address(), "the rank that it says it is");
-  ASSERT_TRUE(stranger.control(peer, pattern(10, 1)));
+  send(stranger, peer, pattern(10, 1), itsSink);
   for (int i = 0; i < 100 && itsSink.failed.empty(); ++i) {
     stranger.poll(itsSink);
     transport.poll(sink);
