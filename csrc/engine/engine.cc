@@ -266,8 +266,9 @@ std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group:
   return group;
 }
 
-void Engine::waitForOpenCalls(Group& group) {
+void Engine::waitForOpenCalls(Group& group, const std::vector<CompletionPtr>& others) {
   if (!isUsable()) return;
+  for (const auto& completion : others) wait(group, *completion);
   std::vector<CompletionPtr> open;
   call([&] { open = group.openExceptReceives(); });
   for (const auto& completion : open) wait(group, *completion);
@@ -438,6 +439,7 @@ void Engine::watchMembers(Group& group) {
 
 std::optional<Error> Engine::failureOf(const Group& group) {
   std::optional<Error> error;
+  if (!isUsable()) return error;
   call([&] { error = group.breakAsUserError(); });
   return error;
 }

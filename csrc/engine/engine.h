@@ -62,8 +62,8 @@ class Engine {
                    const std::vector<bootstrap::Introduction>& introductions,
                    const std::vector<std::string>& nodeOfRank);
   // Called before this rank leaves. Waits until everything in flight except receives has ended, well or not, because
-  // other ranks may need this one for it. Each operation has its deadline.
-  void waitForOpenCalls(Group& group);
+  // other ranks may need this one for it. Waits for `others`, too. Each operation has its deadline.
+  void waitForOpenCalls(Group& group, const std::vector<CompletionPtr>& others = {});
   // Idempotent. What is in flight ends with Aborted.
   void destroyGroup(const std::shared_ptr<Group>& group);
 
@@ -108,7 +108,9 @@ class Engine {
   void keep(Group& group, std::shared_ptr<void> memory);
   // Finishes a completion that was not given to submit(), runs its continuations and wakes waiters.
   void finish(Completion& completion, std::optional<Error> error);
-  // Throws Usage after shutdown(), and in a child of fork().
+  // Neither shut down nor the copy in a child of a fork.
+  bool isUsable() const { return !isShutDown_.load() && forkCount_ == forkCount(); }
+  // Throws Usage if it is not usable.
   void requireUsable() const;
   // Communication memory. Throws as requireUsable().
   std::shared_ptr<transport::shm::CommMemory> tensorMemory() const;
@@ -143,8 +145,6 @@ class Engine {
   void shutdown();
 
  private:
-  // Neither shut down nor the copy in a child of a fork.
-  bool isUsable() const { return !isShutDown_.load() && forkCount_ == forkCount(); }
   // Those members of a new group that are known to be lost, with what is known.
   std::vector<bootstrap::Rendezvous::Loss> lostOf(const KnownMembers& known);
   // Waits on behalf of a caller of the group.

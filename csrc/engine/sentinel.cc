@@ -244,6 +244,11 @@ void Sentinel::expire(const Completion& completion, Nanoseconds waited) {
   for (Watched* watched : watched_) {
     if (const auto at = watched->inFlightOf(completion)) return fail(timeout(*at, waited));
   }
+  // It ends with other operations, as a sum of sparse tensors does.
+  const auto all = inFlight();
+  if (!all.empty()) return fail(timeout(all.front(), waited));
+  fail(Error(ErrorKind::Timeout,
+             fmt::format("Timed out after {:.1f} s", static_cast<double>(waited) * 1e-9)));
 }
 
 std::optional<Error> Sentinel::howLost(Rank rank) {

@@ -126,7 +126,9 @@ intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, engine::Pieces sent,
       messages.push_back(newMessage(send, peer, tag, {piece}, options.timeout));
     }
   }
-  return submit(std::move(call), {std::move(agreement)}, std::move(messages));
+  auto work = submit(std::move(call), {std::move(agreement)}, std::move(messages));
+  noteOpen(*work);
+  return work;
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -188,6 +190,9 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce_sparse(std::vector<at::Tensor>
                     " on ", tensor.device());
   TORCH_CHECK_VALUE(options.reduceOp == c10d::ReduceOp::SUM, "smddp: ", kName,
                     ": sparse tensors can only be summed");
+  reducibleType(kName, tensor);
+  TORCH_CHECK_TYPE(tensor.scalar_type() != at::kBool, "smddp: ", kName,
+                   ": torch cannot add sparse tensors of bool");
   // The sum begins at once, so calls that are deferred have to begin before.
   devices_->drain();
   const uint64_t sequence = ++sequence_;
@@ -198,6 +203,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce_sparse(std::vector<at::Tensor>
   call.hooks = hooks_;
   auto work = c10::make_intrusive<Work>(getRank(), engine_, group(), std::move(call));
   translated([&] { work->setOperations({sum->begin()}); });
+  noteOpen(*work);
   noteCoalesced(work);
   return work;
 }

@@ -16,6 +16,7 @@
 #include "process_group/comms_record.h"
 #include "process_group/errors.h"
 #include "process_group/store_adapter.h"
+#include "process_group/timeouts.h"
 
 namespace smddp::process_group {
 namespace {
@@ -157,7 +158,7 @@ intrusive_ptr<c10d::Backend::Options> ProcessGroup::getBackendOptions() {
 void ProcessGroup::setTimeout(std::chrono::milliseconds timeout) { timeoutMs_ = timeout.count(); }
 
 c10d::ErrorType ProcessGroup::getError() {
-  if (shutDown_) return c10d::ErrorType::SUCCESS;
+  if (hasLeft_ || !engine_->isUsable()) return c10d::ErrorType::SUCCESS;
   std::optional<Error> error;
   engine_->call([&] {
     if (const Error* found = group_->errorOfNextOperation()) error = *found;
@@ -169,7 +170,7 @@ c10d::ErrorType ProcessGroup::getError() {
 }
 
 void ProcessGroup::abortBecause(const std::string& reason) {
-  if (shutDown_) return;
+  if (hasLeft_) return;
   hooks_->abort.run();
   const auto text =
       fmt::format("rank {} called abort(){}{}", getRank(), reason.empty() ? "" : ": ", reason);
@@ -178,9 +179,14 @@ void ProcessGroup::abortBecause(const std::string& reason) {
 }
 
 void ProcessGroup::shutdown() {
-  if (shutDown_.exchange(true)) return;
+  if (isEnding_.exchange(true)) return;
   try {
-    engine_->waitForOpenCalls(*group_);
+    std::vector<engine::CompletionPtr> parts;
+    {
+      const std::lock_guard lock(partsMutex_);
+      parts.swap(openParts_);
+    }
+    engine_->waitForOpenCalls(*group_, parts);
   } catch (...) {
     // A signal has ended the wait.
     leave();
@@ -190,13 +196,15 @@ void ProcessGroup::shutdown() {
 }
 
 void ProcessGroup::leave() {
-  shutDown_.store(true);
+  isEnding_.store(true);
+  hasLeft_.store(true);
+  coalescing().erase(this);
   devices_->close(Error(ErrorKind::Aborted, "the process group has been destroyed"));
   engine_->destroyGroup(group_);
 }
 
 std::shared_ptr<engine::Group> ProcessGroup::group() const {
-  if (shutDown_) {
+  if (isEnding_) {
     throw std::invalid_argument("smddp: this process group has been destroyed");
   }
   return group_;
@@ -263,7 +271,7 @@ std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> ProcessGrou
 
 Nanoseconds ProcessGroup::effectiveTimeout(std::chrono::milliseconds timeout) const {
   if (timeout == c10d::kUnsetTimeout) timeout = std::chrono::milliseconds(timeoutMs_.load());
-  return std::chrono::nanoseconds(timeout).count();
+  return nanosecondsOf(timeout);
 }
 
 Request ProcessGroup::newRequest(Collective collective, std::chrono::milliseconds timeout,
@@ -370,6 +378,14 @@ intrusive_ptr<c10d::Work> ProcessGroup::endCoalescing() {
   return work;
 }
 
+void ProcessGroup::noteOpen(const Work& work) {
+  const std::lock_guard lock(partsMutex_);
+  std::erase_if(openParts_, [](const auto& part) { return part->done(); });
+  for (const auto& part : work.completions()) {
+    if (!part->done()) openParts_.push_back(part);
+  }
+}
+
 void ProcessGroup::noteCoalesced(const intrusive_ptr<Work>& work) {
   auto& groups = coalescing();
   if (groups.empty()) return;
@@ -404,13 +420,17 @@ at::Tensor ProcessGroup::allocateTensor(long size, at::TensorOptions options) {
 
 std::map<std::string, engine::AlgorithmUse> ProcessGroup::statistics() {
   std::map<std::string, engine::AlgorithmUse> result;
-  engine_->call([&] { result = group_->statistics(); });
+  translated([&] {
+    engine_->requireUsable();
+    engine_->call([&] { result = group_->statistics(); });
+  });
   return result;
 }
 
 std::string ProcessGroup::describe() {
   std::string text;
   translated([&] {
+    engine_->requireUsable();
     engine_->call([&] {
       text = group_->describe();
       if (group_->spansNodes()) text += "; " + engine_->process().describeFabric();

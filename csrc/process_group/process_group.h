@@ -153,7 +153,8 @@ class ProcessGroup : public c10d::Backend {
  protected:
   // Throws when the group has been destroyed.
   std::shared_ptr<engine::Group> group() const;
-  bool isShutDown() const { return shutDown_.load(); }
+  // Whether shutdown() has been called, or the group is being destroyed.
+  bool isEnding() const { return isEnding_.load(); }
   // A call's time-out, or that of the group where the call has none.
   Nanoseconds effectiveTimeout(std::chrono::milliseconds timeout) const;
   const std::shared_ptr<engine::Engine>& engine() const { return engine_; }
@@ -195,12 +196,16 @@ class ProcessGroup : public c10d::Backend {
   // An all-to-all of blocks, one for each rank, of which only sender and receiver know the size.
   c10::intrusive_ptr<Work> exchange(Work::Call call, engine::Pieces sent, engine::Pieces received,
                                     const c10d::AllToAllOptions& options);
+  // The call ends with operations that the engine does not wait for when the group ends: receives, because a user's may
+  // wait for ever, and what begins later. So this group waits for them.
+  void noteOpen(const Work& work);
   // If this thread is between startCoalescing() and endCoalescing(), the call is one of theirs.
   void noteCoalesced(const c10::intrusive_ptr<Work>& work);
 
   const std::shared_ptr<engine::Engine> engine_;
   std::shared_ptr<engine::Group> group_;
-  std::atomic<bool> shutDown_{false};
+  std::atomic<bool> isEnding_{false};  // takes no calls; those in flight may still end
+  std::atomic<bool> hasLeft_{false};
   std::atomic<uint64_t> sequence_{0};
   std::atomic<int64_t> timeoutMs_;
   std::vector<int> globalRanks_;  // for the profiler
@@ -208,7 +213,9 @@ class ProcessGroup : public c10d::Backend {
   Residuals residuals_;
   const std::shared_ptr<Hooks> hooks_ = std::make_shared<Hooks>();
   std::once_flag abortHooksAwaitBreak_;
-  std::mutex splitMutex_;  // not held while split() waits
+  std::mutex partsMutex_;
+  std::vector<engine::CompletionPtr> openParts_;  // guarded by partsMutex_; see noteOpen()
+  std::mutex splitMutex_;                         // not held while split() waits
   // Guarded by splitMutex_. The store of the last split whose lists of members were compared.
   c10::weak_intrusive_ptr<c10d::Store> splitStore_{c10::intrusive_ptr<c10d::Store>()};
 };

@@ -6,6 +6,7 @@
 
 #include "common/clock.h"
 #include "process_group/errors.h"
+#include "process_group/timeouts.h"
 
 namespace smddp::process_group {
 namespace {
@@ -150,7 +151,7 @@ void Work::synchronize() {
 }
 
 bool Work::wait(std::chrono::milliseconds timeout) {
-  const Nanoseconds patience = std::chrono::nanoseconds(timeout).count();
+  const Nanoseconds patience = nanosecondsOf(timeout);
   translated([&] {
     for (const auto& completion : completions_) {
       if (timeout <= kNoTimeout) {

@@ -146,8 +146,8 @@ void GpuProcessGroup::sendDirectly(Calls& calls) const {
 GpuProcessGroup::~GpuProcessGroup() {
   try {
     // Nobody has called shutdown(). What NCCL has enqueued may never end, so it is aborted instead of waited for.
-    if (auto* nccl = nccl_.load(); nccl != nullptr && !isShutDown()) nccl->abort();
-    if (rails_ && !isShutDown()) rails_->abandon();
+    if (auto* nccl = nccl_.load(); nccl != nullptr && !isEnding()) nccl->abort();
+    if (rails_ && !isEnding()) rails_->abandon();
     ProcessGroup::shutdown();
   } catch (const std::exception& error) {
     SMDDP_LOG(Debug, "process_group", "while the group ended: {}", error.what());
@@ -168,8 +168,8 @@ void GpuProcessGroup::abortBecause(const std::string& reason) {
 
 void GpuProcessGroup::shutdown() {
   // The base refuses calls that come after this.
-  if (auto* nccl = nccl_.load(); nccl != nullptr && !isShutDown()) nccl->shutdown();
-  if (state_.load(std::memory_order_acquire) == State::Rails && !isShutDown()) rails_->shutdown();
+  if (auto* nccl = nccl_.load(); nccl != nullptr && !isEnding()) nccl->shutdown();
+  if (state_.load(std::memory_order_acquire) == State::Rails && !isEnding()) rails_->shutdown();
   ProcessGroup::shutdown();
 }
 

@@ -1,0 +1,133 @@
+"""Calls that are in flight when a group ends, groups that have ended, and very long time-outs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import smddp
+from smddp import _load
+
+pytestmark = pytest.mark.multiprocess
+
+
+def _sparse(size: int) -> torch.Tensor:
+    return torch.sparse_coo_tensor(torch.arange(size)[None], torch.ones(size), (size,)).coalesce()
+
+
+def _destroyed_at_once(kind: str) -> float:
+    """Destroys a group while rank 1 has not come to the call; returns an element of the result."""
+    with ranks.job():
+        group = dist.new_group()
+        if dist.get_rank() == 1:
+            time.sleep(0.7)
+        half = 1 << 19
+        out, result = torch.zeros(2 * half), _sparse(half)
+        if kind == "sparse":
+            work = dist.all_reduce(result, group=group, async_op=True)
+        elif kind == "splits":
+            splits = [half, half]
+            given = torch.full((2 * half,), 2.0)
+            work = dist.all_to_all_single(out, given, splits, splits, group, async_op=True)
+        else:
+            out += 1
+            work = dist.all_reduce(out, group=group, async_op=True)
+        dist.destroy_process_group(group)
+        assert work is not None
+        work.wait()
+        return float(result.to_dense()[-1] if kind == "sparse" else out[-1])
+
+
+@pytest.mark.parametrize("kind", ["dense", "splits", "sparse"])
+@pytest.mark.parametrize("layout", ["2", "1+1"])
+def test_calls_in_flight_end_before_their_group(kind: str, layout: str) -> None:
+    assert ranks.check_ranks(_destroyed_at_once, layout, kind) == [2.0, 2.0]
+
+
+def _aborted_while_it_is_destroyed() -> float:
+    with ranks.job():
+        group = dist.new_group(timeout=timedelta(seconds=60))
+        assert isinstance(group, dist.ProcessGroup)
+        if dist.get_rank() == 0:
+            dist.isend(torch.ones(1 << 20), 1, group)  # nobody receives it
+        abort = group._get_backend(torch.device("cpu")).abort
+        threading.Timer(0.5, abort).start()
+        began = time.monotonic()
+        dist.destroy_process_group(group)
+        return time.monotonic() - began
+
+
+def test_abort_ends_a_destruction_that_waits() -> None:
+    assert max(ranks.check_ranks(_aborted_while_it_is_destroyed, "2")) < 30
+
+
+def _after_shutdown() -> list[str]:
+    with ranks.job():
+        dist.all_reduce(torch.ones(1))
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        dist.barrier()
+        _load.load().shutdown()
+        texts = [str(backend.get_error())]
+        for ask in (smddp.statistics, smddp.describe):
+            with pytest.raises(ValueError, match="smddp has been shut down"):
+                ask()
+        return texts
+
+
+def test_a_group_can_be_asked_after_the_shutdown() -> None:
+    """A function that the script has given to `atexit` runs after that of smddp."""
+    assert ranks.check_ranks(_after_shutdown, "2") == [["ErrorType.SUCCESS"]] * 2
+
+
+def _sparse_without_a_mate() -> str:
+    dist.init_process_group("smddp", timeout=timedelta(seconds=60))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(3)
+    try:
+        work = dist.all_reduce(_sparse(4), async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=1 if dist.get_rank() == 0 else 50))
+    except dist.DistBackendError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_wait_for_a_sparse_sum_times_out() -> None:
+    for text in ranks.check_ranks(_sparse_without_a_mate, "2"):
+        assert "Timed out after 1.0 s, rank 0 waits" in text
+        assert "rank 1 (pid" in text
+
+
+def _waits_for_ever() -> None:
+    dist.init_process_group("smddp")
+    group = dist.new_group(timeout=timedelta.max)
+    ones = torch.ones(3)
+    work = dist.all_reduce(ones, group=group, async_op=True)
+    assert work is not None
+    work.wait(timedelta.max)
+    assert ones.tolist() == [2, 2, 2]
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_time_outs_may_be_longer_than_any_job() -> None:
+    ranks.check_ranks(_waits_for_ever, "2")
+
+
+def _sparse_bools() -> None:
+    with ranks.job():
+        flags = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.tensor([True, False]), (4,))
+        with pytest.raises(TypeError, match="torch cannot add sparse tensors of bool"):
+            dist.all_reduce(flags)
+        dist.all_reduce(_sparse(4))
+
+
+def test_sparse_bools_are_refused_before_anything_moves() -> None:
+    ranks.check_ranks(_sparse_bools, "2")
