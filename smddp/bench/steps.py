@@ -232,8 +232,6 @@ def _check_first_step(contenders: Sequence[_Contender]) -> list[bool | None]:
 
 
 def _time(contender: _Contender, steps: int) -> list[float]:
-    if steps == 0:
-        return []
     dist.barrier()
     times = []
     for _ in range(steps):
