@@ -119,7 +119,7 @@ def statistics(group: dist.ProcessGroup | None = None) -> dict[str, AlgorithmUse
         group: the group; None means the default group.
 
     Raises:
-        ValueError: the group does not use smddp for CPU tensors.
+        ValueError: the group does not use smddp for CPU tensors, or this rank is not in it.
 
     Example:
         >>> dist.all_reduce(torch.ones(4))
@@ -140,7 +140,7 @@ def describe(group: dist.ProcessGroup | None = None) -> str:
         group: the group; None means the default group.
 
     Raises:
-        ValueError: the group does not use smddp for CPU tensors.
+        ValueError: the group does not use smddp for CPU tensors, or this rank is not in it.
 
     Example:
         >>> print(smddp.describe())

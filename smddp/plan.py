@@ -63,23 +63,25 @@ how to read a plan:
 # A letter alone means what it does to nccl-tests and dd.
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20, "g": 2**30}
+# More than a process has on a processor of 64 bits. Positions in plans stay far below 2**63.
+_MOST = 2**48
 
 
 def parse_bytes(text: str) -> int:
     """Returns the bytes that a text such as "25MiB", "4096", "1.5 KiB" or "25M" (25 MiB) means.
 
     Raises:
-        ValueError: the text is not a size, or not a whole number of bytes.
+        ValueError: the text is not a size, not a whole number of bytes, or more than an address
+            space holds.
     """
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
     if found is None or found[2] not in _UNITS:
         raise ValueError(f"{text!r} is not a number of bytes; write it like 25MiB or 4096")
-    # Exact: a float of 2^53 and more has no room for each whole number.
     size = Fraction(found[1]) * _UNITS[found[2]]
     if size.denominator != 1:
         raise ValueError(f"{text!r} is not a whole number of bytes")
-    if size >= 2**63:
-        raise ValueError(f"{text[:40]!r} is more than any tensor has: 2^63 - 1 bytes")
+    if size > _MOST:
+        raise ValueError(f"{text[:40]!r} is more than an address space holds: {_MOST} bytes")
     return int(size)
 
 

@@ -88,8 +88,7 @@ class _Rank:
         if case.algorithm:
             collective = self._run.workload.tasks[0][0].collective
             algorithm = f"{tune.NAMES[collective]}/{case.algorithm}"
-        spans_nodes = max(self._nodes) > 0
-        return TorchContender(case.backend, case.memory, algorithm, case.wire, spans_nodes)
+        return TorchContender(case.backend, case.memory, algorithm, case.wire)
 
     def _description(self) -> str:
         groups = [c.group for case, c in self._contenders.items() if isinstance(c, TorchContender)

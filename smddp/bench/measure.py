@@ -136,8 +136,6 @@ class Bench:
             self._contenders[row.case].time(place, -(-first // share))
         for calls in zip(*rounds, strict=True):
             for (row, place, timing), number in zip(turns, calls, strict=True):
-                if number == 0:
-                    continue
                 times = self._contenders[row.case].time(place, number)
                 timing.microseconds += times
                 timing.rounds.append(statistics.median(times))
@@ -183,5 +181,9 @@ class Bench:
 
 
 def spread(total: int, rounds: int) -> list[int]:
-    """Returns how many of `total` calls each round has: 7 in 5 rounds are [2, 2, 1, 1, 1]."""
+    """Returns how many of `total` calls each round has: 7 in 5 rounds are [2, 2, 1, 1, 1].
+
+    There are fewer rounds if there are not so many calls.
+    """
+    rounds = min(total, rounds)
     return [total // rounds + (number < total % rounds) for number in range(rounds)]

@@ -355,8 +355,9 @@ def parse(options: argparse.Namespace, ranks: int | None) -> Run:
     if options.offset < 0:
         raise ValueError("--offset must not be negative")
     require_positive(options, "seconds", "limit")
-    if options.iterations is not None and options.iterations < 1:
-        raise ValueError("--iterations must be at least 1")
+    least, why = (1, "") if options.tune is None else (tune.ROUNDS, ", the rounds of --tune")
+    if options.iterations is not None and options.iterations < least:
+        raise ValueError(f"--iterations must be at least {least}{why}")
     tasks = list(_tasks(options, ranks))
     backends = ["smddp"] if options.tune is not None else _backends(options, left_out)
     _check_reduction(options, backends)

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 import smddp
 from smddp.bench.measure import spread
 from smddp.bench.models import Trainee
-from smddp.bench.torch_calls import encoding_error
+from smddp.bench.torch_calls import encoding
 
 __all__ = ["FAKE", "NOTHING", "Amount", "Row", "hidden_share", "measure"]
 
@@ -192,11 +192,11 @@ def _right(
         magnitudes: for each gradient, the largest magnitude on a rank, as the mean over the ranks.
     """
     gradients = contender.gradients()
-    encoding = encoding_error(contender.wire) if contender.backend == "smddp" else 0.0
+    wire, step = encoding(contender.group) if contender.backend == "smddp" else ("", 0.0)
     # Each contribution is encoded at most once, and the result once. In int8 neighbours share a
     # scale, which may belong to another gradient.
     largest = max(magnitudes)
-    shares = not contender.wire.startswith("bf16")
+    shares = wire == "int8"
     same = len(gradients) == len(oracle) and all(
         torch.allclose(
             mine,
@@ -204,7 +204,7 @@ def _right(
             rtol=1e-4,
             atol=1e-6
             + 1e-4 * float(right.abs().max())
-            + encoding * 2.1 * (largest if shares else magnitude),
+            + step * 2.1 * (largest if shares else magnitude),
         )
         for mine, right, magnitude in zip(gradients, oracle, magnitudes, strict=False)
     )
@@ -232,8 +232,6 @@ def _check_first_step(contenders: Sequence[_Contender]) -> list[bool | None]:
 
 
 def _time(contender: _Contender, steps: int) -> list[float]:
-    if steps == 0:
-        return []
     dist.barrier()
     times = []
     for _ in range(steps):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -47,20 +47,25 @@ OPS = {
     "bxor": dist.ReduceOp.BXOR,
 }
 # What one encoding may be off, relative to the largest magnitude: half the last of 8 bits, or half
-# a step of 1/127; and a little for rounding in float32. With feedback, what the encoding before was
-# off comes on top.
+# a step of 1/127; and a little for rounding in float32.
 _STEPS = {"bf16": 2.0**-8 * 1.01, "int8": 0.5 / 127 * 1.01}
-_STEPS["auto"] = _STEPS["int8"]
-_STEPS |= {f"{wire}+feedback": 2.02 * step for wire, step in _STEPS.items()}
+# Vectors of so many bytes travel as they are (kTinyBytes in csrc/collectives/selection.cc).
+_NEVER_ENCODED = 8 << 10
 
 
-def encoding_error(wire: str) -> float:
-    """Returns by how much one encoding may be off, relative to the largest magnitude encoded.
+def encoding(group: dist.ProcessGroup) -> tuple[str, float]:
+    """Returns the format in which sums of a group of smddp travel between its nodes.
 
-    Args:
-        wire: as in GroupOptions; empty: what SMDDP_WIRE says.
+    Returns:
+        Its name, which is empty on one node, and by how much one encoding may be off, relative to
+        the largest magnitude encoded.
     """
-    return _STEPS.get(wire or os.environ.get("SMDDP_WIRE", ""), 0.0)
+    # The group knows what `auto` has chosen, and whether there are several nodes.
+    found = re.search(r", (\w+)( with error feedback)? between nodes", smddp.describe(group))
+    if found is None:
+        return "", 0.0
+    # With feedback, what the encoding before was off comes on top.
+    return found[1], _STEPS.get(found[1], 0.0) * (2.02 if found[2] else 1)
 
 
 # Parts of the errors with which backends reject a call that they do not support.
@@ -89,17 +94,9 @@ class TorchContender:
         memory: "ordinary", "communication" for tensors from smddp.empty(), or "gpu".
         algorithm: of smddp, as in statistics() ("allreduce/ring"); empty: smddp chooses.
         wire: of smddp, as in GroupOptions; empty: its setting.
-        spans_nodes: whether the ranks are on several nodes.
     """
 
-    def __init__(
-        self,
-        backend: str,
-        memory: str,
-        algorithm: str = "",
-        wire: str = "",
-        spans_nodes: bool = False,
-    ) -> None:
+    def __init__(self, backend: str, memory: str, algorithm: str = "", wire: str = "") -> None:
         if backend == "fake":
             # The import registers the backend.
             importlib.import_module("torch.testing._internal.distributed.fake_pg")
@@ -111,7 +108,7 @@ class TorchContender:
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         self.group = group
         self._algorithm = algorithm
-        self._encoding = encoding_error(wire) if backend == "smddp" and spans_nodes else 0.0
+        self._encoding = encoding(group)[1] if backend == "smddp" else 0.0
         self._step = 0.0  # the error of one encoding of the current task; 0: nothing is encoded
         self.error: float | None = None
         self._moves_data = backend != "fake"
@@ -128,8 +125,9 @@ class TorchContender:
         self.error = None
         self._buffers.clear()  # free them before new ones are allocated
         self._task = task
-        is_sum = task.operation.reduces and task.op in ("sum", "avg")
-        self._step = self._encoding if is_sum and task.dtype == "float" else 0.0
+        is_sum = task.operation.reduces and task.op in ("sum", "avg") and task.dtype == "float"
+        is_long = task.count * torch.float32.itemsize > _NEVER_ENCODED
+        self._step = self._encoding if is_sum and is_long else 0.0
         for place in PLACES:
             if place == "in_place" and not task.operation.in_place:
                 continue

@@ -157,6 +157,7 @@ def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
         ),
         (["--dtype=int16"], "gloo has no int16"),
         (["--iterations=0"], "--iterations must be at least 1"),
+        (["--iterations=14", "--tune=x"], "--iterations must be at least 15, the rounds of --tune"),
         (["--backends=nonsense"], "--backends 'nonsense' is not available here, only gloo"),
         (["--backends=smddp,"], "--backends '' is not available"),
         (["--backends=nccl"], "--backends 'nccl' is not available"),

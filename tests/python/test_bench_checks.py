@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import ranks
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from smddp.bench.contender import PLACES
+from smddp.bench.models import Trainee
 from smddp.bench.operations import OPERATIONS, Task, contribution, result
+from smddp.bench.steps import Amount, _Contender, _right
 from smddp.bench.torch_calls import TorchContender
 
 
@@ -85,8 +87,7 @@ def _damage_encoded(
     wire: str, task: Task, by: int = 10
 ) -> tuple[int | None, float | None, int | None]:
     dist.init_process_group("smddp")
-    spans_nodes = os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]
-    contender = TorchContender("smddp", "ordinary", wire=wire, spans_nodes=spans_nodes)
+    contender = TorchContender("smddp", "ordinary", wire=wire)
     contender.prepare(task)
     before, error = contender.wrong("in_place", shift=0), contender.error
     call, (_, out) = contender._calls["in_place"], contender._buffers["in_place"]
@@ -103,12 +104,19 @@ def _damage_encoded(
 
 
 @pytest.mark.multiprocess
-def test_encoded_results_may_be_rounded_but_not_wrong() -> None:
+@pytest.mark.parametrize("wire", ["int8", "bf16+feedback"])
+def test_encoded_results_may_be_rounded_but_not_wrong(wire: str) -> None:
     sum_of_floats = Task("allreduce", 10_000)
-    for before, error, after in ranks.check_ranks(_damage_encoded, "1+1", "int8", sum_of_floats):
+    for before, error, after in ranks.check_ranks(_damage_encoded, "1+1", wire, sum_of_floats):
         assert (before, after) == (0, 1)
         assert error is not None
-        assert 0 < error < 0.01
+        assert error < 0.01
+        assert (error == 0) == wire.startswith("bf16")  # which has the sums of ones and twos
+
+
+@pytest.mark.multiprocess
+def test_without_a_format_sums_are_checked_exactly() -> None:
+    sum_of_floats = Task("allreduce", 10_000)
     for before, error, after in ranks.check_ranks(_damage_encoded, "1+1", "fp32", sum_of_floats):
         assert (before, error, after) == (0, None, 1)
 
@@ -118,6 +126,7 @@ def test_encoded_results_may_be_rounded_but_not_wrong() -> None:
     ("layout", "task"),
     [
         ("2", Task("allreduce", 10_000)),
+        ("1+1", Task("allreduce", 2048)),
         ("1+1", Task("broadcast", 10_000)),
         ("1+1", Task("allreduce", 10_000, dtype="int64")),
         ("1+1", Task("allreduce", 10_000, op="max")),
@@ -126,3 +135,23 @@ def test_encoded_results_may_be_rounded_but_not_wrong() -> None:
 def test_what_is_not_encoded_is_checked_exactly(layout: str, task: Task) -> None:
     for found in ranks.check_ranks(_damage_encoded, layout, "int8", task, 1):
         assert found == (0, None, 1)
+
+
+def _damage_gradients() -> tuple[bool, bool]:
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    trainee = Trainee(nn.Linear(64, 64), torch.randn(4, 64))
+    contender = _Contender(trainee, "smddp", "int8", Amount([], "ddp", None, 1, 1))
+    contender.step()
+    right = contender.gradients()
+    magnitudes = [float(gradient.abs().max()) for gradient in right]
+    before = _right(contender, right, magnitudes)
+    damaged = [gradient + 0.002 * max(magnitudes) for gradient in right]
+    after = _right(contender, damaged, magnitudes)
+    dist.destroy_process_group()
+    return before, after
+
+
+@pytest.mark.multiprocess
+def test_gradients_of_one_node_are_checked_exactly() -> None:
+    assert ranks.check_ranks(_damage_gradients, "2") == [(True, False), (True, False)]

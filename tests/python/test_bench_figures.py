@@ -15,7 +15,7 @@ from smddp.bench.contender import Contender
 from smddp.bench.measure import Bench, Workload
 from smddp.bench.operations import OPERATIONS, Task
 from smddp.bench.plot import draw
-from smddp.bench.steps import hidden_share
+from smddp.bench.steps import Amount, _steps, hidden_share
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,11 @@ def test_as_many_calls_as_asked_for(asked: int, blocks: list[int]) -> None:
     assert contender.blocks[2:] == blocks
     assert row.in_place is not None
     assert len(row.in_place.microseconds) == asked
+
+
+@pytest.mark.parametrize(("asked", "blocks"), [(1, [1]), (9, [2, 2, 2, 2, 1])])
+def test_as_many_steps_as_asked_for(asked: int, blocks: list[int]) -> None:
+    assert _steps(Amount([], "ddp", None, seconds=5, steps=asked), milliseconds=1) == blocks
 
 
 def _machine(folder: Path, *cpulists: str) -> Path:

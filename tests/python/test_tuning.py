@@ -108,7 +108,7 @@ def test_noise_makes_no_rows() -> None:
 )
 def test_what_is_measured_is_obeyed(layout: str, tmp_path: Path) -> None:
     file = tmp_path / "tuning.txt"
-    options = [layout, "--max-bytes=4096", "--iterations=5", "--place=in"]
+    options = [layout, "--max-bytes=4096", "--iterations=15", "--place=in"]
     done = bench(*options, f"--tune={file}")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split() for line in file.read_text().splitlines() if not line.startswith("#")]
