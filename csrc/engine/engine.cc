@@ -439,7 +439,6 @@ void Engine::watchMembers(Group& group) {
 
 std::optional<Error> Engine::failureOf(const Group& group) {
   std::optional<Error> error;
-  if (!isUsable()) return error;
   call([&] { error = group.breakAsUserError(); });
   return error;
 }

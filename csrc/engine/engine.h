@@ -108,9 +108,7 @@ class Engine {
   void keep(Group& group, std::shared_ptr<void> memory);
   // Finishes a completion that was not given to submit(), runs its continuations and wakes waiters.
   void finish(Completion& completion, std::optional<Error> error);
-  // Neither shut down nor the copy in a child of a fork.
-  bool isUsable() const { return !isShutDown_.load() && forkCount_ == forkCount(); }
-  // Throws Usage if it is not usable.
+  // Throws Usage after shutdown(), and in a child of fork().
   void requireUsable() const;
   // Communication memory. Throws as requireUsable().
   std::shared_ptr<transport::shm::CommMemory> tensorMemory() const;
@@ -145,6 +143,8 @@ class Engine {
   void shutdown();
 
  private:
+  // Neither shut down nor the copy in a child of a fork.
+  bool isUsable() const { return !isShutDown_.load() && forkCount_ == forkCount(); }
   // Those members of a new group that are known to be lost, with what is known.
   std::vector<bootstrap::Rendezvous::Loss> lostOf(const KnownMembers& known);
   // Waits on behalf of a caller of the group.

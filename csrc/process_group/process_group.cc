@@ -158,7 +158,7 @@ intrusive_ptr<c10d::Backend::Options> ProcessGroup::getBackendOptions() {
 void ProcessGroup::setTimeout(std::chrono::milliseconds timeout) { timeoutMs_ = timeout.count(); }
 
 c10d::ErrorType ProcessGroup::getError() {
-  if (hasLeft_ || !engine_->isUsable()) return c10d::ErrorType::SUCCESS;
+  if (hasLeft_) return c10d::ErrorType::SUCCESS;
   std::optional<Error> error;
   engine_->call([&] {
     if (const Error* found = group_->errorOfNextOperation()) error = *found;
@@ -420,17 +420,13 @@ at::Tensor ProcessGroup::allocateTensor(long size, at::TensorOptions options) {
 
 std::map<std::string, engine::AlgorithmUse> ProcessGroup::statistics() {
   std::map<std::string, engine::AlgorithmUse> result;
-  translated([&] {
-    engine_->requireUsable();
-    engine_->call([&] { result = group_->statistics(); });
-  });
+  engine_->call([&] { result = group_->statistics(); });
   return result;
 }
 
 std::string ProcessGroup::describe() {
   std::string text;
   translated([&] {
-    engine_->requireUsable();
     engine_->call([&] {
       text = group_->describe();
       if (group_->spansNodes()) text += "; " + engine_->process().describeFabric();

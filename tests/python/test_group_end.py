@@ -1,4 +1,4 @@
-"""Calls that are in flight when a group ends, groups that have ended, and very long time-outs."""
+"""Calls that are in flight when a group ends, and time-outs of waits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-
-import smddp
-from smddp import _load
 
 pytestmark = pytest.mark.multiprocess
 
@@ -65,24 +62,6 @@ def _aborted_while_it_is_destroyed() -> float:
 
 def test_abort_ends_a_destruction_that_waits() -> None:
     assert max(ranks.check_ranks(_aborted_while_it_is_destroyed, "2")) < 30
-
-
-def _after_shutdown() -> list[str]:
-    with ranks.job():
-        dist.all_reduce(torch.ones(1))
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-        dist.barrier()
-        _load.load().shutdown()
-        texts = [str(backend.get_error())]
-        for ask in (smddp.statistics, smddp.describe):
-            with pytest.raises(ValueError, match="smddp has been shut down"):
-                ask()
-        return texts
-
-
-def test_a_group_can_be_asked_after_the_shutdown() -> None:
-    """A function that the script has given to `atexit` runs after that of smddp."""
-    assert ranks.check_ranks(_after_shutdown, "2") == [["ErrorType.SUCCESS"]] * 2
 
 
 def _sparse_without_a_mate() -> str:

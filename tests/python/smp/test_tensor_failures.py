@@ -135,7 +135,7 @@ def test_all_ranks_end_at_once_and_the_next_step_is_right(
         cause = "SMPUsageError" if when == "arguments" else f"ZeroDivisionError: in {when}"
         for error in errors:
             assert cause in error
-            assert f"on rank {rank} of the job" in error or "of the pipeline" in error
+            assert f"rank {rank} of the job" in error or "of the pipeline" in error
         peers = [error for error in errors if error.startswith("SMPPeerError")]
         assert len(peers) == size - partitions
     assert failed == dict.fromkeys(PLACES, len(faulty(size)) // partitions)
