@@ -121,7 +121,7 @@ TEST_P(LateRank, FailsTheGroupIfMoreWasSentThanItKeeps) {
 }
 
 TEST_P(LateRank, KeepsNoQuestions) {
-  Block data(4);
+  Block data(4), received(4);
   CompletionPtr send;
   run(
       [&](RankContext& rank, engine::Group& group) {
@@ -129,7 +129,7 @@ TEST_P(LateRank, KeepsNoQuestions) {
         send = begin(rank, group, true, data.bytes());
       },
       [&](RankContext& rank, engine::Group& group) {
-        finish(rank, group, rank.rank == 0 ? send : begin(rank, group, false, data.bytes()));
+        finish(rank, group, rank.rank == 0 ? send : begin(rank, group, false, received.bytes()));
       });
 }
 
