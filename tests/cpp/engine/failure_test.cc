@@ -6,6 +6,7 @@
 #include <atomic>
 #include <future>
 #include <latch>
+#include <numeric>
 #include <thread>
 
 #include "common/interrupt.h"
@@ -41,6 +42,9 @@ std::optional<Error> errorOf(RankContext& rank, engine::Group& group, engine::Re
 }
 
 class FailureTest : public testing::TestWithParam<std::vector<int>> {
+ protected:
+  static int numRanks() { return std::accumulate(GetParam().begin(), GetParam().end(), 0); }
+
  private:
   Watchdog watchdog_;
 };
@@ -120,8 +124,7 @@ TEST_P(FailureTest, MessageOfAnotherSizeThanReceived) {
 }
 
 TEST_P(FailureTest, WhoeverDoesNotComeIsNamed) {
-  int size = 0;
-  for (const int ranks : GetParam()) size += ranks;
+  const int size = numRanks();
   std::latch failed(size - 1);
   runRanks(GetParam(), [&](RankContext& rank) {
     const Rank absent = rank.size - 1;
@@ -141,8 +144,7 @@ TEST_P(FailureTest, WhoeverDoesNotComeIsNamed) {
 
 // This also holds if everything that the rank needs has already arrived.
 TEST_P(FailureTest, WhoeverComesAfterTheTimeOutGetsTheErrorToo) {
-  int size = 0;
-  for (const int ranks : GetParam()) size += ranks;
+  const int size = numRanks();
   for (const size_t bytes : {64, 400'000}) {
     std::latch failed(size - 1);
     runRanks(GetParam(), [&](RankContext& rank) {
@@ -162,8 +164,7 @@ TEST_P(FailureTest, WhoeverComesAfterTheTimeOutGetsTheErrorToo) {
 
 // wait() with a time-out that is shorter than the operation's, also for an operation that has not begun.
 TEST_P(FailureTest, WhoeverWillNotWaitLongerEndsItAsADeadlineDoes) {
-  int size = 0;
-  for (const int ranks : GetParam()) size += ranks;
+  const int size = numRanks();
   std::latch failed(size - 1);
   runRanks(GetParam(), [&](RankContext& rank) {
     if (rank.rank == rank.size - 1) return failed.wait();
@@ -193,8 +194,7 @@ TEST_P(FailureTest, WhoeverWillNotWaitLongerEndsItAsADeadlineDoes) {
 
 // Calls before it have longer time-outs, and so has one after it.
 TEST_P(FailureTest, ADeadlineHoldsForACallThatHasNotBegun) {
-  int size = 0;
-  for (const int ranks : GetParam()) size += ranks;
+  const int size = numRanks();
   std::latch failed(size - 1);
   runRanks(GetParam(), [&](RankContext& rank) {
     if (rank.rank == rank.size - 1) return failed.wait();
@@ -266,8 +266,7 @@ TEST_P(FailureTest, ASignal) {
 
 // abort() on one rank, from a thread that is in no call, ends the waits of all ranks. Later calls fail, too.
 TEST_P(FailureTest, AbortFromAnotherThread) {
-  int size = 0;
-  for (const int ranks : GetParam()) size += ranks;
+  const int size = numRanks();
   std::latch failed(size - 1);
   runRanks(GetParam(), [&](RankContext& rank) {
     Block data(400'000);
@@ -345,8 +344,7 @@ TEST_P(FailureTest, DestroyWithOperationsInFlight) {
 
 // The process may go on for long without another call of the engine.
 TEST_P(FailureTest, MemoryOfAFailedCallIsFreedAfterTheGroupHasEnded) {
-  int size = 0;
-  for (const int ranks : GetParam()) size += ranks;
+  const int size = numRanks();
   std::latch failed(size), freed(size);
   runRanks(GetParam(), [&](RankContext& rank) {
     auto data = std::make_shared<Block>(400'000);

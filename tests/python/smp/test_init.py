@@ -23,8 +23,9 @@ pytestmark = pytest.mark.multiprocess
 
 RIGHT = {"ddp": True}
 
-# What the ranks but 1 have, what rank 1 has, the class of the error, its text on rank 1, and what
-# the text of the others begins with.
+# Rank 1 has another configuration than the others. All ranks raise an error of one class.
+# In this order: the configuration of the others; that of rank 1; the class; the text on rank 1; the
+# beginning of the text on the others.
 ON_ONE_RANK: list[tuple[Any, Any, type[Exception], str, str]] = [
     (
         RIGHT,
