@@ -32,7 +32,7 @@ struct InFlight {
 class Watched {
  public:
   virtual ~Watched() = default;
-  // Everything that has begun and not ended, oldest first.
+  // Everything that has begun and not ended, oldest first. Messages that go the same way are one.
   virtual std::vector<InFlight> inFlight() = 0;
   // What the operation of `completion` waits for; nothing when it is not in flight here.
   virtual std::optional<InFlight> inFlightOf(const Completion& completion) = 0;

@@ -1,11 +1,20 @@
 #include "engine/messages.h"
 
+#include <map>
+#include <utility>
+
 #include "engine/call.h"
 
 namespace smddp::engine {
 namespace {
 
 constexpr const char* nameOf(const Message& message) { return message.send ? "send" : "recv"; }
+
+// A receive from anyone may know its sender by now. Until then it depends on no particular rank: kAnySource.
+Rank partnerOf(const Transfer& transfer) {
+  const Rank source = transfer.completion->source();
+  return !transfer.message.send && source >= 0 ? source : transfer.message.peer;
+}
 
 Metrics::Algorithm* counted(Metrics::Group* metrics, const char* name) {
   return metrics == nullptr ? nullptr : &metrics->algorithm(name, "message");
@@ -62,9 +71,23 @@ void Messages::appendOpenSends(std::vector<CompletionPtr>& open) {
   });
 }
 
+// There may be very many, and the health of a group is checked often. All that go the same way depend on one rank, and
+// the one whose deadline comes first stands for them.
 std::vector<InFlight> Messages::inFlight() {
+  struct SameWay {
+    const Transfer* first = nullptr;
+    size_t count = 0;
+  };
+  std::map<std::pair<bool, Rank>, SameWay> ways;  // by Message::send and partnerOf()
+  matcher_.forEach([&](Transfer& transfer) {
+    SameWay& way = ways[{transfer.message.send, partnerOf(transfer)}];
+    if (way.count++ == 0 || transfer.deadline.at < way.first->deadline.at) way.first = &transfer;
+  });
   std::vector<InFlight> all;
-  matcher_.forEach([&](Transfer& transfer) { all.push_back(inFlightOf(transfer)); });
+  for (const auto& [key, way] : ways) {
+    all.push_back(inFlightOf(*way.first));
+    if (way.count > 1) all.back().wait += fmt::format(" (and {} more)", way.count - 1);
+  }
   return all;
 }
 
@@ -83,9 +106,7 @@ InFlight Messages::inFlightOf(const Transfer& transfer) const {
       fmt::format("to {} {} {}", message.send ? "send to" : "receive from",
                   message.peer == kAnySource ? "any rank" : fmt::format("rank {}", message.peer),
                   describeTag(message.tag));
-  // A receive from anyone may know its sender by now. Until then it depends on no particular rank.
-  const Rank source = transfer.completion->source();
-  const Rank awaited = !message.send && source >= 0 ? source : message.peer;
+  const Rank awaited = partnerOf(transfer);
   if (awaited == kAnySource) {
     at.awaitsAnyone = true;
   } else if (awaited != membership_.me()) {

@@ -234,6 +234,29 @@ TEST_P(FailureTest, NobodySendsNobodyReceives) {
   });
 }
 
+// Of messages that wait for the same rank, the one whose deadline comes first is named.
+TEST_P(FailureTest, NobodySendsAnyOfThree) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    if (rank.rank != 0) return;
+    Block data(100);
+    std::vector<CompletionPtr> receives;
+    for (int tag = 0; tag < 3; ++tag) {
+      engine::Message message;
+      message.peer = 1;
+      message.tag = tag;
+      message.buffer = {data.bytes()};
+      message.timeout = tag == 1 ? kShort : kLong;
+      receives.push_back(rank.engine.submit(*rank.group, std::move(message)));
+    }
+    for (const auto& receive : receives) {
+      rank.engine.wait(*rank.group, *receive);
+      ASSERT_TRUE(receive->error());
+      EXPECT_THAT(receive->error()->what(),
+                  HasSubstr("rank 0 waits to receive from rank 1 with tag 1 (and 2 more)"));
+    }
+  });
+}
+
 struct Signal {};
 thread_local bool hasSignal = false;
 
