@@ -34,6 +34,11 @@ namespace collectives = smddp::collectives;
 namespace engine = smddp::engine;
 
 struct smddp_group {
+  smddp_group() = default;
+  smddp_group(const smddp_group&) = delete;
+  smddp_group& operator=(const smddp_group&) = delete;
+  ~smddp_group();
+
   std::shared_ptr<Engine> engine;
   std::shared_ptr<engine::Group> group;
   Nanoseconds timeout = 0;
@@ -205,8 +210,9 @@ std::unique_ptr<smddp_operation> operationOf(const smddp_group& group) {
 smddp_status beginMessage(smddp_group* group, const smddp_message* given, bool isSend,
                           smddp_operation** operation) {
   return translated([&] {
-    require(group && given && operation, "an argument is null");
+    require(given, "an argument is null");
     auto memory = hold(given->release, given->held);
+    require(group && operation, "an argument is null");
     const int size = group->group->spec().size;
     const bool isAny = !isSend && given->peer == engine::kAnySource;
     require(isAny || (given->peer >= 0 && given->peer < size), "the peer is no rank of the group");
@@ -235,10 +241,7 @@ constexpr Nanoseconds kLinger = 2'000'000'000;
 void waitForAll(smddp_group& group) {
   engine::Request request;  // a barrier
   request.timeout = group.timeout;
-  request.willWait = true;
-  const engine::CompletionPtr completion = group.engine->submit(*group.group, std::move(request));
-  group.engine->wait(*group.group, *completion);
-  if (completion->error()) throw Error(*completion->error());
+  group.engine->run(*group.group, std::move(request));
 }
 
 // Makes the group of all ranks, who meet in the store.
@@ -260,6 +263,15 @@ void meet(smddp_group& joined, const char* host, uint16_t port, Rank me, int siz
 }
 
 }  // namespace
+
+smddp_group::~smddp_group() {
+  // Does nothing after smddp_leave().
+  if (!group) return;
+  translated([&] {
+    engine->destroyGroup(group);
+    return SMDDP_OK;
+  });
+}
 
 const char* smddp_error(void) { return lastError().c_str(); }
 
@@ -360,8 +372,9 @@ smddp_status smddp_abort(smddp_group* group, const char* reason) {
 smddp_status smddp_begin(smddp_group* group, const smddp_arguments* arguments,
                          smddp_operation** operation) {
   return translated([&] {
-    require(group && arguments && operation, "an argument is null");
+    require(arguments, "an argument is null");
     auto memory = hold(arguments->release, arguments->held);
+    require(group && operation, "an argument is null");
     auto request = requestOf(*group, *arguments);
     auto begun = operationOf(*group);
     // After an error the network may still read the memory, and mates may write to it.
@@ -407,9 +420,10 @@ void smddp_free(smddp_operation* operation) { delete operation; }
 
 smddp_status smddp_run(smddp_group* group, const smddp_arguments* arguments) {
   return translated([&] {
-    require(group && arguments, "an argument is null");
+    require(arguments, "an argument is null");
     engine::Request request;
     try {
+      require(group, "an argument is null");
       request = requestOf(*group, *arguments);
     } catch (...) {
       hold(arguments->release, arguments->held);  // and releases it

@@ -334,6 +334,13 @@ CompletionPtr Engine::submit(Group& group, Message message) {
   return submitAny(group, std::move(message));
 }
 
+void Engine::run(Group& group, Request request) {
+  request.willWait = true;
+  const CompletionPtr completion = submit(group, std::move(request));
+  wait(group, *completion);
+  if (completion->error()) throw Error(*completion->error());
+}
+
 void Engine::enqueue(Group& group, Request request, CompletionPtr completion) {
   requireUsable();
   post(group, std::move(request), std::move(completion));

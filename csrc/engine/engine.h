@@ -70,7 +70,9 @@ class Engine {
   // Takes an operation. With Request::willWait it returns when the operation has ended, well or not; else at once.
   CompletionPtr submit(Group& group, Request request);
   CompletionPtr submit(Group& group, Message message);
-  // The same without running anything: for threads that must not run continuations. The group has to live until the
+  // submit() and wait() in one. Throws the operation's error.
+  void run(Group& group, Request request);
+  // The same as submit() without running anything: for threads that must not run continuations. The group has to live until the
   // operation has ended.
   void enqueue(Group& group, Request request, CompletionPtr completion);
   void enqueue(Group& group, Message message, CompletionPtr completion);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <span>
 
 #include "common/fnv.h"
@@ -65,14 +66,108 @@ std::vector<T> gather(Engine& engine, const std::shared_ptr<Group>& parent, cons
   request.input = {std::as_writable_bytes(std::span(own.get(), 1))};
   request.output = {std::as_writable_bytes(std::span(*all))};
   request.timeout = timeout;
-  request.willWait = true;
   request.keepAlive =
       std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(all, own);
-  const auto completion = engine.submit(*parent, std::move(request));
-  engine.wait(*parent, *completion);
-  if (completion->error()) throw *completion->error();
+  engine.run(*parent, std::move(request));
   return *all;
 }
+
+// Why a rank could not do its part; an empty text if it could.
+struct Outcome {
+  ErrorKind kind = ErrorKind::Internal;
+  Text<400> text{};
+};
+
+template <typename Step>
+Outcome outcomeOf(const Step& step) {
+  try {
+    step();
+    return {};
+  } catch (const Error& error) {
+    return {error.kind(), padded<400>(error.what())};
+  } catch (const std::exception& error) {
+    return {ErrorKind::Resource, padded<400>(error.what())};
+  }
+}
+
+// What the members of a new group tell one another in the group of which they are ranks.
+class Exchange {
+ public:
+  Exchange(Engine& engine, const std::shared_ptr<Group>& parent, const std::vector<Rank>& members,
+           Rank me, Nanoseconds timeout)
+      : engine_(engine),
+        parent_(parent),
+        members_(members),
+        me_(static_cast<size_t>(me)),
+        timeout_(timeout) {}
+
+  // What all members give, by rank in the new group; all give as many bytes. Throws, on all of them, if one could not do
+  // its part. It takes one message from each member to the first, and one back.
+  std::vector<std::vector<std::byte>> run(const Outcome& outcome, std::span<const std::byte> mine) {
+    std::vector<std::byte> block(sizeof outcome + mine.size());
+    std::memcpy(block.data(), &outcome, sizeof outcome);
+    std::ranges::copy(mine, block.begin() + sizeof outcome);
+    std::vector<std::vector<std::byte>> result;
+    for (const auto theirs : exchanged(block)) {
+      Outcome of;
+      std::memcpy(&of, theirs.data(), sizeof of);
+      if (of.text.front() != 0)
+        throw Error(errorKindOf(static_cast<uint32_t>(of.kind)), unpadded(of.text));
+      result.emplace_back(theirs.begin() + sizeof of, theirs.end());
+    }
+    return result;
+  }
+
+ private:
+  // The blocks of all members.
+  std::vector<std::span<const std::byte>> exchanged(std::span<const std::byte> mine) {
+    all_ = std::make_shared<std::vector<std::byte>>(members_.size() * mine.size());
+    const auto of = [&](size_t rank) {
+      return std::span(*all_).subspan(rank * mine.size(), mine.size());
+    };
+    std::ranges::copy(mine, of(me_).begin());
+    if (me_ == 0) {
+      for (size_t rank = 1; rank < members_.size(); ++rank) begin(false, rank, kTagUp, of(rank));
+      finish();
+      for (size_t rank = 1; rank < members_.size(); ++rank) begin(true, rank, kTagDown, *all_);
+    } else {
+      begin(true, 0, kTagUp, of(me_));
+      finish();
+      begin(false, 0, kTagDown, *all_);
+    }
+    finish();
+    std::vector<std::span<const std::byte>> blocks;
+    for (size_t rank = 0; rank < members_.size(); ++rank) blocks.push_back(of(rank));
+    return blocks;
+  }
+
+  void begin(bool send, size_t rank, int32_t tag, std::span<std::byte> bytes) {
+    Message message;
+    message.send = send;
+    message.peer = members_[rank];
+    message.tag = tag;
+    message.buffer = {bytes};
+    message.timeout = timeout_;
+    message.keepAlive = all_;
+    open_.push_back(engine_.submit(*parent_, std::move(message)));
+  }
+
+  void finish() {
+    for (const auto& completion : open_) {
+      engine_.wait(*parent_, *completion);
+      if (completion->error()) throw *completion->error();
+    }
+    open_.clear();
+  }
+
+  Engine& engine_;
+  const std::shared_ptr<Group>& parent_;
+  const std::vector<Rank>& members_;
+  const size_t me_;
+  const Nanoseconds timeout_;
+  std::shared_ptr<std::vector<std::byte>> all_;  // messages may outlive this
+  std::vector<CompletionPtr> open_;
+};
 
 }  // namespace
 
@@ -104,59 +199,34 @@ void agreeOnMembers(Engine& engine, const std::shared_ptr<Group>& parent,
 std::shared_ptr<Group> splitGroup(Engine& engine, const std::shared_ptr<Group>& parent,
                                   const Group::Spec& spec, const std::vector<Rank>& members,
                                   Nanoseconds timeout) {
-  const auto begun = engine.beginGroup(spec);
-  const std::shared_ptr<Group>& group = begun.first;
-  const bootstrap::Introduction& mine = begun.second;
-  const size_t size = mine.group.size();
-  // The entries of all members have the same size: that of rank r begins at r * size. Shared with messages, which may
-  // outlive this function.
-  const auto entries = std::make_shared<std::vector<std::byte>>(members.size() * size);
-  const auto me = static_cast<size_t>(spec.me);
-  std::copy(mine.group.begin(), mine.group.end(), entries->begin() + static_cast<long>(me * size));
-  const auto entryOf = [&](size_t rank) { return std::span(*entries).subspan(rank * size, size); };
-  std::vector<CompletionPtr> open;
-  const auto submit = [&](bool send, Rank rank, int32_t tag, std::span<std::byte> bytes) {
-    Message message;
-    message.send = send;
-    message.peer = rank;
-    message.tag = tag;
-    message.buffer = {bytes};
-    message.timeout = timeout;
-    message.keepAlive = entries;
-    open.push_back(engine.submit(*parent, std::move(message)));
-  };
-  const auto settle = [&] {
-    for (const auto& completion : open) {
-      engine.wait(*parent, *completion);
-      if (completion->error()) throw *completion->error();
-    }
-    open.clear();
-  };
-  if (me == 0) {
-    for (size_t rank = 1; rank < members.size(); ++rank) {
-      submit(false, members[rank], kTagUp, entryOf(rank));
-    }
-    settle();
-    for (size_t rank = 1; rank < members.size(); ++rank) {
-      submit(true, members[rank], kTagDown, std::span(*entries));
-    }
-  } else {
-    submit(true, members.front(), kTagUp, entryOf(me));
-    settle();
-    submit(false, members.front(), kTagDown, std::span(*entries));
+  Exchange exchange(engine, parent, members, spec.me, timeout);
+  std::shared_ptr<Group> group;
+  std::vector<std::byte> mine = GroupEntry{}.encode();
+  Outcome begun = outcomeOf([&] {
+    const auto [made, introduction] = engine.beginGroup(spec);
+    group = made;
+    mine = introduction.group;
+  });
+  if (!group) {
+    begun.text = padded<400>(fmt::format("rank {} cannot join group \"{}\": {}", spec.me,
+                                         spec.name, unpadded(begun.text)));
   }
-  settle();
-
+  const auto entries = exchange.run(begun, mine);
   std::vector<bootstrap::Introduction> introductions;
   std::vector<std::string> nodes;
   engine.call([&] {
     for (size_t rank = 0; rank < members.size(); ++rank) {
-      const auto bytes = entryOf(rank);
-      introductions.push_back(parent->introductionOf(members[rank], {bytes.begin(), bytes.end()}));
+      introductions.push_back(parent->introductionOf(members[rank], entries[rank]));
       nodes.push_back(fmt::format("{}", parent->topology().nodeOf(members[rank])));
     }
   });
-  engine.finishGroup(group, introductions, nodes);
+  const Outcome joined = outcomeOf([&] { engine.finishGroup(group, introductions, nodes); });
+  try {
+    exchange.run(joined, {});
+  } catch (...) {
+    engine.destroyGroup(group);
+    throw;
+  }
   return group;
 }
 

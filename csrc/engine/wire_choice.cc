@@ -35,11 +35,31 @@ void allReduce(Engine& engine, Group& group, const std::shared_ptr<Buffers>& buf
   request.output = {std::as_writable_bytes(values)};
   request.bytes = static_cast<int64_t>(values.size_bytes());
   request.timeout = timeout;
-  request.willWait = true;
   request.keepAlive = buffers;
-  const CompletionPtr completion = engine.submit(group, std::move(request));
-  engine.wait(group, *completion);
-  if (completion->error()) throw Error(*completion->error());
+  engine.run(group, std::move(request));
+}
+
+// The format that is worthwhile on all ranks, by times that are measured here.
+Wire measured(Engine& engine, Group& group, const std::shared_ptr<Buffers>& buffers,
+              Nanoseconds timeout) {
+  const MonotonicClock clock;
+  const std::span<float> vector = buffers->vector;
+  WireTimes& times = buffers->times;
+  times.fill(std::numeric_limits<float>::max());
+  for (int round = 0; round < kRounds; ++round) {
+    for (const Wire wire : {Wire::fp32, Wire::bf16, Wire::int8}) {
+      engine.call([&] { group.useWire(wire); });
+      // So that all begin together: four bytes, which are never encoded.
+      allReduce(engine, group, buffers, vector.first(1), ReduceOp::MAX, timeout);
+      const Nanoseconds start = clock.now();
+      allReduce(engine, group, buffers, vector, ReduceOp::AVG, timeout);
+      const float seconds = static_cast<float>(clock.now() - start) * 1e-9f;
+      float& best = times[static_cast<size_t>(wire)];
+      if (round >= kWarmUps) best = std::min(best, seconds);
+    }
+  }
+  allReduce(engine, group, buffers, times, ReduceOp::MAX, timeout);
+  return worthwhile(times);
 }
 
 }  // namespace
@@ -65,28 +85,19 @@ void chooseWire(Engine& engine, const std::shared_ptr<Group>& group, Nanoseconds
               group->spec().name, *reason);
     return;
   }
-  const MonotonicClock clock;
   const auto buffers = std::make_shared<Buffers>();
-  const std::span<float> vector = buffers->vector;
-  WireTimes& times = buffers->times;
-  times.fill(std::numeric_limits<float>::max());
-  for (int round = 0; round < kRounds; ++round) {
-    for (const Wire wire : {Wire::fp32, Wire::bf16, Wire::int8}) {
-      engine.call([&] { group->useWire(wire); });
-      // So that all begin together: four bytes, which are never encoded.
-      allReduce(engine, *group, buffers, vector.first(1), ReduceOp::MAX, timeout);
-      const Nanoseconds start = clock.now();
-      allReduce(engine, *group, buffers, vector, ReduceOp::AVG, timeout);
-      const float seconds = static_cast<float>(clock.now() - start) * 1e-9f;
-      float& best = times[static_cast<size_t>(wire)];
-      if (round >= kWarmUps) best = std::min(best, seconds);
-    }
+  Wire chosen;
+  try {
+    chosen = measured(engine, *group, buffers, timeout);
+  } catch (...) {
+    engine.destroyGroup(group);
+    throw;
   }
-  allReduce(engine, *group, buffers, times, ReduceOp::MAX, timeout);
-  const Wire chosen = worthwhile(times);
   engine.call([&] { group->useWire(chosen); });
   if (group->spec().me != 0) return;
-  const auto milliseconds = [&](Wire wire) { return 1e3f * times[static_cast<size_t>(wire)]; };
+  const auto milliseconds = [&](Wire wire) {
+    return 1e3f * buffers->times[static_cast<size_t>(wire)];
+  };
   SMDDP_LOG(Warn, "engine",
             "group \"{}\" sends {} between nodes: an allreduce of 2 MiB takes {:.3g} ms as fp32, "
             "{:.3g} ms as bf16 and {:.3g} ms as int8 (SMDDP_WIRE=auto; docs/wire.md)",

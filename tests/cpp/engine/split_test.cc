@@ -101,6 +101,32 @@ TEST(SplitTest, AllHearWhenMembersDisagree) {
   }
 }
 
+TEST(SplitTest, AllHearWhyOneCannotJoin) {
+  for (const std::vector<int>& layout : {std::vector{3}, std::vector{2, 1}, std::vector{1, 1, 1}}) {
+    const auto body = [](RankContext& rank) {
+      std::vector<std::shared_ptr<engine::Group>> alone;
+      if (rank.rank == 1) {
+        const auto fillMemory = [&] {
+          for (;;) alone.push_back(split(rank, rank.group, {1}));
+        };
+        EXPECT_THROW(fillMemory(), Error);
+      }
+      try {
+        split(rank, rank.group, {0, 1, 2});
+        FAIL() << "rank 1 has no memory for another group";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::Resource);
+        EXPECT_THAT(error.what(), HasSubstr("rank 1 cannot join group \"part\": "));
+      }
+      // The group that was to be split is as good as before.
+      EXPECT_EQ(gathered(rank, rank.group), (std::vector<Rank>{0, 1, 2}));
+    };
+    runRanks(layout, body, [](Rank me, engine::Engine::Options& options) {
+      if (me == 1) options.process.slabBytes = size_t{1} << 30;
+    });
+  }
+}
+
 TEST(SplitTest, ARankThatIsMissingIsAnError) {
   runRanks({2}, [](RankContext& rank) {
     if (rank.rank == 1) return;
