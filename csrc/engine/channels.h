@@ -46,9 +46,10 @@ class Channels {
 
   // This rank no longer uses the channels.
   void close();
-  // After close(): whether no put of this group, over the transport that reaches the rank, can still read or write our
-  // memory.
-  bool isDrained(Rank rank) const { return peerOf(rank).table->drained(membership_.group); }
+  // After close(): whether no put of this group to or from the rank can still read or write our memory.
+  bool isDrained(Rank rank) const {
+    return peerOf(rank).table->drained(membership_.group, peerOf(rank).id);
+  }
   // No rank writes to the windows any more, so the destructor may give them back. Windows to which messages of lost
   // ranks may still be on their way are kept.
   void allowGiveBack();

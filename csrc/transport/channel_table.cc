@@ -28,7 +28,7 @@ SendChannel& ChannelTable::send(const ChannelKey& key, PeerId peer) {
   std::unique_ptr<SendChannel> made(new SendChannel(transport_, key, peer, serial));
   SendChannel& channel = *made;
   sending_.emplace(serial, std::move(made));
-  ++numChannels_[key.group];
+  ++numChannels_[{key.group, peer}];
   sendByKey_.emplace(key, &channel);
   if (const auto kept = keptOpens_.find(key); kept != keptOpens_.end()) {
     const KeptOpen open = kept->second;
@@ -56,7 +56,7 @@ ReceiveChannel& ChannelTable::receive(const ChannelKey& key, PeerId peer,
       new ReceiveChannel(*this, key, peer, id, memory, slotBytes, window));
   ReceiveChannel& channel = *made;
   receiving_.emplace(id, std::move(made));
-  ++numChannels_[key.group];
+  ++numChannels_[{key.group, peer}];
   receiveByKey_.emplace(key, &channel);
 
   OpenMessage open;
@@ -270,7 +270,7 @@ void ChannelTable::sendClose(PeerId peer, uint16_t remoteId, uint64_t group, uin
 template <typename Channels, typename Number>
 void ChannelTable::forget(Channels& channels, Number number) {
   const auto found = channels.find(number);
-  const auto count = numChannels_.find(found->second->key().group);
+  const auto count = numChannels_.find({found->second->key().group, found->second->peer_});
   if (--count->second == 0) numChannels_.erase(count);
   channels.erase(found);
 }
@@ -323,6 +323,8 @@ void ChannelTable::closeGroup(uint64_t group) {
   receiveByKey_.erase(firstReceiver, endOfReceivers);
 }
 
-bool ChannelTable::drained(uint64_t group) const { return !numChannels_.contains(group); }
+bool ChannelTable::drained(uint64_t group, PeerId peer) const {
+  return !numChannels_.contains({group, peer});
+}
 
 }  // namespace smddp::transport

@@ -65,9 +65,9 @@ class ChannelTable final : private Sink {
   // Removes the channels of a group; references to them become invalid. An id of ours is used again only after the
   // sender has closed its end, too, and all its messages have arrived. The number of a group is never used again.
   void closeGroup(uint64_t group);
-  // After closeGroup(): true if no put of this group reads or writes our memory any more. It may stay false for ever
-  // if a peer failed.
-  bool drained(uint64_t group) const;
+  // After closeGroup(): true if no put of this group to or from the peer reads or writes our memory any more. It may stay
+  // false for ever if the peer failed.
+  bool drained(uint64_t group, PeerId peer) const;
 
  private:
   friend class ReceiveChannel;
@@ -112,8 +112,8 @@ class ChannelTable final : private Sink {
   // A later Open is answered with Close. Control messages arrive in order, so none is under way for as long as it takes
   // to close this many groups.
   RecentSet closedGroups_{4096};
-  std::unordered_map<uint64_t, size_t>
-      numChannels_;  // by group: those that sending_ and receiving_ have
+  // Of those that sending_ and receiving_ have, by group and peer.
+  std::map<std::pair<uint64_t, PeerId>, size_t> numChannels_;
   uint32_t lastSerial_ = 0;
   uint32_t freshIds_ = 0;         // ids below this have been used before
   std::deque<uint16_t> freeIds_;  // oldest first

@@ -416,10 +416,10 @@ TEST_F(ChannelTest, ClosingASenderTellsHowMuchWasSentAndWaitsForItsPuts) {
   ASSERT_TRUE(close);
   EXPECT_EQ(close->header.channel, 9);
   EXPECT_EQ(close->sent, 1u);
-  EXPECT_FALSE(table_.drained(key_.group));
+  EXPECT_FALSE(table_.drained(key_.group, kPeer));
   hear(grantOf(9, 1));  // late, and harmless
   complete(transport_.puts[0].token);
-  EXPECT_TRUE(table_.drained(key_.group));
+  EXPECT_TRUE(table_.drained(key_.group, kPeer));
   complete(transport_.puts[0].token);
   EXPECT_TRUE(above_.failed.empty());
 }
@@ -445,12 +445,28 @@ TEST_F(ChannelTest, AnIdIsFreeOnlyWhenNoPutCanNameItAnyMore) {
   table_.closeGroup(key_.group);
   memory_.clear();
   memory_.shrink_to_fit();  // a read of it after this is an ASan error
-  EXPECT_FALSE(table_.drained(key_.group));
+  EXPECT_FALSE(table_.drained(key_.group, kPeer));
   hear(closeOf(id, key_.group, 2));
-  EXPECT_FALSE(table_.drained(key_.group)) << "message 2 is still under way";
+  EXPECT_FALSE(table_.drained(key_.group, kPeer)) << "message 2 is still under way";
   arrive(makeImmediate(id, 2));
-  EXPECT_TRUE(table_.drained(key_.group));
+  EXPECT_TRUE(table_.drained(key_.group, kPeer));
   arrive(makeImmediate(id, 2));
+}
+
+TEST_F(ChannelTest, APeerIsDrainedAlthoughAnotherFailed) {
+  constexpr PeerId kOther = 5;
+  receive(4);
+  table_.send({key_.group, 0, 0, 7, 8}, kOther);
+  const auto id = lastOpenedId();
+  std::vector<std::byte> memory(1 << 10);
+  table_.receive({key_.group, 0, 0, 8, 7}, kOther, memory, {}, kSlotBytes, 1);
+  transport_.events.push_back([](Sink& sink) { sink.onPeerFailed(kOther, "gone"); });
+  table_.poll();
+  table_.closeGroup(key_.group);
+  EXPECT_FALSE(table_.drained(key_.group, kPeer));
+  hear(closeOf(id, key_.group, 0));
+  EXPECT_TRUE(table_.drained(key_.group, kPeer));
+  EXPECT_FALSE(table_.drained(key_.group, kOther)) << "a message may be under way";
 }
 
 TEST_F(ChannelTest, AChannelOutlivesTheCloseOfItsSender) {
@@ -458,10 +474,10 @@ TEST_F(ChannelTest, AChannelOutlivesTheCloseOfItsSender) {
   write(channel, 1);
   arrive(makeImmediate(lastOpenedId(), 1));
   hear(closeOf(lastOpenedId(), key_.group, 1));
-  ASSERT_FALSE(table_.drained(key_.group)) << "the receiver has not closed its end";
+  ASSERT_FALSE(table_.drained(key_.group, kPeer)) << "the receiver has not closed its end";
   EXPECT_EQ(channel.payload(1).size(), 8u);
   table_.closeGroup(key_.group);
-  EXPECT_TRUE(table_.drained(key_.group));
+  EXPECT_TRUE(table_.drained(key_.group, kPeer));
 }
 
 TEST_F(ChannelTest, IdsAreReusedAfterAllOthersWereAndExhaustionIsAnError) {

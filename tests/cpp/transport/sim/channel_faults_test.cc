@@ -102,7 +102,9 @@ class World {
       idle = moved ? 0 : idle + 1;
     }
     for (auto& p : processes_) {
-      for (const uint64_t group : {1, 2}) EXPECT_TRUE(p.table->drained(group));
+      for (const uint64_t group : {1, 2}) {
+        for (const PeerId peer : p.peerOf) EXPECT_TRUE(p.table->drained(group, peer));
+      }
     }
   }
 
