@@ -5,7 +5,12 @@ namespace smddp::engine {
 std::span<std::byte> RegionPool::take(const RegionLayout& layout) {
   std::span<std::byte> region = spare_.take(layout.bytes());
   if (region.empty()) region = slab_->allocate(layout.bytes());
-  slab_->commit(region.first(layout.halfOffset(0, 0)));
+  try {
+    slab_->commit(region.first(layout.halfOffset(0, 0)));
+  } catch (...) {
+    spare_.add(region);
+    throw;
+  }
   auto& header = *reinterpret_cast<RegionHeader*>(region.data());
   header.numBreaks.store(0, std::memory_order_relaxed);
   header.left.store(0, std::memory_order_relaxed);

@@ -5,7 +5,12 @@ namespace smddp::engine {
 std::span<std::byte> WindowPool::take(size_t bytes) {
   if (const auto known = spare_.take(bytes); !known.empty()) return known;
   const auto window = slab_->allocate(bytes);
-  slab_->commit(window);
+  try {
+    slab_->commit(window);
+  } catch (...) {
+    slab_->free(window);
+    throw;
+  }
   return window;
 }
 

@@ -241,14 +241,19 @@ void Segment::commit(size_t offset, size_t bytes) {
           *available);
   }
   const size_t end = offset + bytes;
-  // Do it in pieces. A signal makes the kernel undo a piece; with one large piece that could repeat for ever.
+  // Do it in pieces. A signal makes kernels before 6.9 undo a piece, which takes some 1 ms per MiB. A timer that sends
+  // one every 10 ms would let none of 16 MiB end.
   constexpr size_t kPiece = size_t{16} << 20;
+  size_t most = kPiece;
   for (size_t at = offset; at < end;) {
-    const size_t piece = std::min(kPiece, end - at);
+    const size_t piece = std::min(most, end - at);
     if (fallocate(fd_.get(), 0, static_cast<off_t>(at + kHeaderPage), static_cast<off_t>(piece)) ==
         0) {
       at += piece;
-    } else if (errno != EINTR) {
+      most = std::min(2 * most, kPiece);
+    } else if (errno == EINTR) {
+      most = std::max(most / 2, kPage);
+    } else {
       raiseErrno(ErrorKind::Resource,
                  "shared memory needs {} bytes; raise the memory limit of this container or lower "
                  "SMDDP_POOL_BYTES",

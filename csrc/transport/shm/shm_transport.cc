@@ -205,10 +205,16 @@ void ShmTransport::findIncoming() {
     if (sender == peers_.end()) continue;
     if (!(*sender)->failed) {
       (*sender)->incoming = &ring;
-    } else if (state == RingState::Closed) {
+    } else if (isOver(**sender, ring)) {
       release(ring);
     }
   }
+}
+
+// Whether the peer writes no more to its ring.
+bool ShmTransport::isOver(const Peer& peer, const Ring& ring) const {
+  return rings_->claim(ring).state.load(std::memory_order_acquire) == RingState::Closed ||
+         lifeOf(*peer.mate) == Life::Died;
 }
 
 size_t ShmTransport::pollPeer(Peer& peer, Sink& sink) {
@@ -221,8 +227,7 @@ size_t ShmTransport::pollPeer(Peer& peer, Sink& sink) {
   if (cause.empty()) return events;
   peer.failed = true;
   close(peer);
-  if (peer.incoming != nullptr && rings_->claim(*peer.incoming).state.load() == RingState::Closed)
-    release(*peer.incoming);
+  if (peer.incoming != nullptr && isOver(peer, *peer.incoming)) release(*peer.incoming);
   peer.incoming = nullptr;
   sink.onPeerFailed(peer.id, cause);
   return events + 1;

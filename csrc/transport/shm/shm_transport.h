@@ -67,6 +67,7 @@ class ShmTransport final : public Transport {
   size_t drain(Peer& peer, Sink& sink);
   bool deliver(Peer& peer, uint64_t at, uint64_t available, Sink& sink, uint64_t& consumed);
   std::string goneBecause(Peer& peer) const;
+  bool isOver(const Peer& peer, const Ring& ring) const;
   static void close(Peer& peer);
   void release(Ring& ring);
 

@@ -288,6 +288,23 @@ TEST(ShmTransport, SuccessorOnTheSameSlabIsAnotherPeer) {
   }
 }
 
+TEST(ShmTransport, ARingOfADeadPeerIsUsedAgain) {
+  ShmTransport a(Slab::create());
+  std::vector<std::unique_ptr<ShmTransport>> dead;
+  for (uint32_t round = 0; round < 300; ++round) {  // more rounds than there are rings
+    const auto slab = Slab::create(Slab::kLeastReserve);
+    dead.push_back(std::make_unique<ShmTransport>(slab));
+    ShmTransport& b = *dead.back();
+    const PeerId bAtA = a.connect(publish(b).view(), "b");
+    ASSERT_TRUE(b.control(b.connect(publish(a).view(), "a"), asBytes(round))) << "round " << round;
+    slab->page().life.store(Life::Died);
+    RecordingSink sink;
+    a.poll(sink);
+    ASSERT_EQ(sink.controls.size(), 1u) << "round " << round;
+    ASSERT_EQ(sink.failed.count(bAtA), 1u);
+  }
+}
+
 TEST(ShmTransport, RefusesASlotOutsideTheGrantedMemory) {
   const auto slab = Slab::create(Slab::kLeastReserve);
   const auto header = pattern(kHeaderBytes, 1);
