@@ -11,6 +11,7 @@
 #include "common/config.h"
 #include "common/interrupt.h"
 #include "common/log.h"
+#include "engine/capabilities.h"
 
 namespace smddp::engine {
 namespace {
@@ -142,7 +143,12 @@ void Engine::shutdown() {
     const Deadline deadline = Deadline::after(process_->clock(), kShutdownWait);
     bool over = false;
     while (!over && progress_.hasThreads() && !deadline.passed(process_->clock())) {
-      call([&] { over = isOver(); });
+      try {
+        call([&] { over = isOver(); });
+      } catch (const Error& error) {
+        SMDDP_LOG(Debug, "engine", "while smddp was shut down: {}", error.what());
+        return;
+      }
       if (!over) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   };
@@ -233,13 +239,15 @@ std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group:
   std::optional<bootstrap::Rendezvous> second;
   if (remote > 0) {
     // Endpoints are made only now: on a single node the network is never touched.
+    std::optional<Error> trouble;
+    try {
+      // Other groups go on while the resolver waits for an answer.
+      const std::string host = addressForPeers();
+      call([&] { process_->openFabric(remote, host); });
+    } catch (const Error& error) {
+      trouble = error;
+    }
     call([&] {
-      std::optional<Error> trouble;
-      try {
-        process_->openFabric(remote);
-      } catch (const Error& error) {
-        trouble = error;
-      }
       mine = process_->introduce(mine.group);
       if (!trouble) return;
       mine.trouble = trouble->what();

@@ -9,7 +9,6 @@
 
 #include "common/config.h"
 #include "common/log.h"
-#include "engine/capabilities.h"
 #include "engine/wait_policy.h"
 #include "transport/network/network.h"
 
@@ -151,13 +150,12 @@ bool Process::tryMap(const bootstrap::Introduction& other, std::string* why) {
   }
 }
 
-void Process::openFabric(size_t remotePeers) {
+void Process::openFabric(size_t remotePeers, const std::string& host) {
   ownership_.assertOwned();
   if (fabric_) return;
   if (!options_.fabric) requireDescriptors(remotePeers);
   // Sleeping needs a pipe from now on. Nothing of this is kept when the rest fails: the next group tries again.
   doorbell_->openPipe();
-  const std::string host = addressForPeers();
   std::unique_ptr<bootstrap::Lifeline> lifeline;
   if (options_.lifelines) {
     bootstrap::Lifeline::Options options;
@@ -203,8 +201,9 @@ Peer& Process::meet(const bootstrap::Introduction& other, bool sharesNode) {
 transport::RemoteKey Process::registerMemory(const Peer& peer, std::span<std::byte> memory) {
   ownership_.assertOwned();
   Link& link = linkOf(peer);
+  const transport::RemoteKey key = link.transport->registerMemory(memory);
   if (&link == fabric_.get()) memory_.slab->keep(memory);
-  return link.transport->registerMemory(memory);
+  return key;
 }
 
 void Process::addSource(std::span<std::byte> memory) {

@@ -219,7 +219,10 @@ ssize_t FabricTransport::postControl(Peer& peer, PeerId id, Bytes message) {
   operation->peer = id;
   std::memcpy(operation->slot, message.data(), message.size());
   const ssize_t result = endpoint_->send(peer.address, *operation, message.size(), {}, nullptr);
-  if (result != 0) endpoint_->release(*operation);
+  if (result != 0)
+    endpoint_->release(*operation);
+  else
+    ++peer.inFlight;
   return result;
 }
 
@@ -231,10 +234,12 @@ ssize_t FabricTransport::postPut(Peer& peer, const std::shared_ptr<OutgoingPut>&
   operation->put = put;
   const ssize_t result = endpoint_->protocol() == Protocol::Write ? postWrite(peer, *operation)
                                                                   : postFragment(peer, *operation);
-  if (result != 0)
+  if (result != 0) {
     endpoint_->release(*operation);
-  else
+  } else {
     ++put->inFlight;
+    ++peer.inFlight;
+  }
   return result;
 }
 
@@ -324,6 +329,11 @@ void FabricTransport::pumpAll() {
   }
 }
 
+bool FabricTransport::isDelivered(PeerId id) const {
+  const Peer& peer = peers_[static_cast<size_t>(id)];
+  return peer.controls.empty() && peer.puts.empty() && peer.inFlight == 0;
+}
+
 size_t FabricTransport::poll(Sink& sink) {
   sink_ = &sink;
   earlyMessages_.deliverIntroduced(sink);
@@ -343,6 +353,7 @@ bool FabricTransport::prepareWait() {
 }
 
 void FabricTransport::onSent(PostedOperation& operation) {
+  --peerOf(operation.peer).inFlight;
   if (operation.kind != PostedOperation::Kind::Put) return;
   OutgoingPut& put = *operation.put;
   if (--put.inFlight == 0 && put.posted == put.totalBytes() && !peerOf(put.peer).failed)
@@ -350,6 +361,7 @@ void FabricTransport::onSent(PostedOperation& operation) {
 }
 
 void FabricTransport::onSendFailed(PostedOperation& operation, const std::string& cause) {
+  --peerOf(operation.peer).inFlight;
   if (operation.kind == PostedOperation::Kind::Put) --operation.put->inFlight;
   const char* const what =
       operation.kind == PostedOperation::Kind::Put ? "a put" : "a control message";

@@ -38,6 +38,7 @@ class FabricTransport final : public Transport, private CompletionHandler {
   bool put(PeerId peer, const RemoteSlot& slot, uint32_t immediate, Bytes header, Payload payload,
            uint64_t token) override;
   size_t poll(Sink& sink) override;
+  bool isDelivered(PeerId peer) const override;
   int waitDescriptor() const override { return endpoint_->waitDescriptor(); }
   bool prepareWait() override;
   std::string describe() const override;
@@ -63,6 +64,7 @@ class FabricTransport final : public Transport, private CompletionHandler {
     bool failed = false;
     bool queued = false;  // in FabricTransport::queued_
     uint64_t nextSequence = 0;
+    size_t inFlight = 0;  // operations that are posted and have not ended
     // There are two queues, because a grant must not wait behind megabytes of data.
     std::deque<std::vector<std::byte>> controls;
     std::deque<std::shared_ptr<OutgoingPut>> puts;

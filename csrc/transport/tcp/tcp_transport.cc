@@ -275,7 +275,8 @@ bool TcpTransport::greet(Link& link) {
 void TcpTransport::bind(Link& link, Peer& peer) {
   link.peer = &peer;
   --numStrangers_;
-  if (peer.out == nullptr) peer.out = &link;
+  // serve() closes the link of a peer that has failed.
+  if (peer.out == nullptr && !peer.failed) peer.out = &link;
   noteBusy(link);
 }
 

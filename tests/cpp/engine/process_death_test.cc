@@ -70,7 +70,7 @@ void runChild(int socket, Rank me, const std::vector<std::string>& nodes, bool d
   // Never destroyed, because the child ends with _exit.
   auto& engine = *new engine::Engine(options);
   if (nodes.front() != nodes.back())
-    engine.call([&] { engine.process().openFabric(nodes.size()); });
+    engine.call([&] { engine.process().openFabric(nodes.size(), "127.0.0.1"); });
   const auto [group, mine] = engine.beginGroup({"doomed", me, static_cast<int>(nodes.size())});
   sendData(socket, bootstrap::serialise(mine));
   std::vector<bootstrap::Introduction> introductions;

@@ -96,7 +96,7 @@ void Simulation::makePlayers() {
     options.process.lifelines = false;
     Player player;
     player.engine = std::make_unique<engine::Engine>(options);
-    player.engine->call([&] { player.engine->process().openFabric(nodes_.size()); });
+    player.engine->call([&] { player.engine->process().openFabric(nodes_.size(), "127.0.0.1"); });
     players_.push_back(std::move(player));
   }
 }

@@ -279,11 +279,13 @@ TEST(FabricTransport, EndsAlthoughAPeerTakesNothing) {
   // The peer is connected, but then never polls.
   ASSERT_TRUE(pair.a->put(pair.toB, {key, 0}, 0, header, payload, 0));
   ASSERT_TRUE(pair.pollUntil([&] { return pair.atA.done.count(0) == 1; }));
+  EXPECT_TRUE(pair.pollUntil([&] { return pair.a->isDelivered(pair.toB); }));
   const MonotonicClock clock;
   const Deadline filled = Deadline::after(clock, 2'000'000'000);
   for (uint32_t i = 1; !filled.passed(clock); ++i) {
     if (!pair.a->put(pair.toB, {key, 0}, i, header, payload, i)) pair.a->poll(pair.atA);
   }
+  EXPECT_FALSE(pair.a->isDelivered(pair.toB));
   const Nanoseconds begun = clock.now();
   pair.a.reset();
   EXPECT_LT(clock.now() - begun, 5'000'000'000);
