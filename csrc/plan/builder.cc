@@ -50,6 +50,7 @@ uint8_t Builder::pool(std::string name, int64_t slots, int64_t slotBytes) {
     raise(ErrorKind::Resource, "{} needs {} bytes of staging memory, of {}: raise SMDDP_POOL_BYTES",
           plan_.name, plan_.stagingBytes, limits_.halfBytes);
   }
+  SMDDP_CHECK(plan_.pools.size() <= size_t{UINT8_MAX} + 1, "{}: more than 256 pools", plan_.name);
   return static_cast<uint8_t>(plan_.pools.size() - 1);
 }
 
@@ -101,7 +102,9 @@ void Builder::move(Op op, std::vector<Ref> destinations, std::span<const Ref> so
   step.preScale = scales.pre;
   step.postScale = scales.post;
   step.hasResidual = residual.has_value();
-  step.numDestinations = static_cast<uint8_t>(destinations.size());
+  SMDDP_CHECK(std::max(destinations.size(), sources.size()) <= UINT16_MAX,
+              "{}: a step from {} to {} ranges", plan_.name, sources.size(), destinations.size());
+  step.numDestinations = static_cast<uint16_t>(destinations.size());
   step.numSources = static_cast<uint16_t>(sources.size());
   step.length = length;
   std::vector<Ref> refs = std::move(destinations);

@@ -107,7 +107,7 @@ struct Step {  // one action of a lane; the comments say which kinds of step use
   bool hasResidual = false;
   uint8_t counter = 0;  // Signal, Wait
   uint8_t stream = 0;   // Put, Post, Receive, Release, Flush
-  uint8_t numDestinations = 0;
+  uint16_t numDestinations = 0;
   uint16_t numSources = 0;
   uint32_t firstRef = 0;  // Plan::refs[firstRef …]: destinations, then sources, then the residual
   Rank who = kMates;      // Wait: local index or kMates; channel steps: group rank

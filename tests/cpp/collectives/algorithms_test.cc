@@ -1,4 +1,5 @@
 // The checker proves every algorithm on a grid of groups, sizes and kinds of memory.
+#include <numeric>
 #include <tuple>
 
 #include <gtest/gtest.h>
@@ -97,6 +98,20 @@ TEST_P(Algorithms, PassManyChunks) {
     const plan::Verdict verdict = checkRepeated(c, 1);
     ASSERT_TRUE(verdict.ok()) << c << "\n" << verdict.problem;
   });
+}
+
+// More ranks of one node than a byte can count.
+TEST_P(Algorithms, ServeNodesOfManyRanks) {
+  constexpr Rank kMany = 257;
+  Nodes nodes{std::vector<Rank>(kMany)};
+  std::iota(nodes[0].begin(), nodes[0].end(), 0);
+  if (!GetParam().oneNode) nodes.push_back({kMany});
+  Case c{GetParam(), nodes, {}, 0, 0, std::vector<bool>(nodes.size(), true)};
+  const BufferSizes sizes = buffersOf({c.algorithm.collective, 1}, 0, kMany);
+  if (sizes.inputBytes + sizes.outputBytes > 0) c.bytes = 4;
+  if (sizes.inputBytes + sizes.outputBytes == 2) c.bytes = 4 * kMany;
+  const plan::Verdict verdict = checkRepeated(c, 1);
+  EXPECT_TRUE(verdict.ok()) << c.algorithm << "\n" << verdict.problem;
 }
 
 // Only the number of trips may grow with the vector; a shorter last chunk adds a few steps.
