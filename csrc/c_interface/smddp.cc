@@ -114,6 +114,12 @@ void require(bool holds, const char* text) {
   if (!holds) raise(ErrorKind::Usage, "{}", text);
 }
 
+// For functions that return no status.
+bool isGiven(const auto* argument) {
+  if (argument == nullptr) noteError("an argument is null");
+  return argument != nullptr;
+}
+
 Nanoseconds nanoseconds(double seconds) {
   require(std::isfinite(seconds) && seconds >= 0, "a time-out is a number of seconds, 0 or more");
   return static_cast<Nanoseconds>(std::min(seconds, 1e9) * 1e9);
@@ -343,9 +349,9 @@ smddp_status smddp_split(smddp_group* parent, const int* ranks, int count, smddp
   });
 }
 
-int smddp_rank(const smddp_group* group) { return group->group->spec().me; }
+int smddp_rank(const smddp_group* group) { return isGiven(group) ? group->group->spec().me : -1; }
 
-int smddp_size(const smddp_group* group) { return group->group->spec().size; }
+int smddp_size(const smddp_group* group) { return isGiven(group) ? group->group->spec().size : -1; }
 
 smddp_status smddp_leave(smddp_group* group) {
   if (!group) return SMDDP_OK;
@@ -411,10 +417,16 @@ smddp_status smddp_wait(smddp_operation* operation, double seconds) {
 }
 
 void smddp_then(smddp_operation* operation, void (*action)(void* argument), void* argument) {
-  operation->completion->then([action, argument] { action(argument); });
+  if (!isGiven(operation) || !isGiven(action)) return;
+  translated([&] {
+    operation->completion->then([action, argument] { action(argument); });
+    return SMDDP_OK;
+  });
 }
 
-int smddp_source(const smddp_operation* operation) { return operation->completion->source(); }
+int smddp_source(const smddp_operation* operation) {
+  return isGiven(operation) ? operation->completion->source() : -1;
+}
 
 void smddp_free(smddp_operation* operation) { delete operation; }
 

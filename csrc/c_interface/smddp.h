@@ -141,6 +141,7 @@ SMDDP_API smddp_status smddp_join(const char* host, int port, int rank, int size
  * their order there; a rank that is to be in none passes a list without itself, or an empty one, and gets null. */
 SMDDP_API smddp_status smddp_split(smddp_group* parent, const int* ranks, int count,
                                    smddp_group** group);
+/* -1 for null; so does smddp_source(). */
 SMDDP_API int smddp_rank(const smddp_group* group);
 SMDDP_API int smddp_size(const smddp_group* group);
 /* Waits until this rank's operations have ended, except receives, leaves, and frees the group. The group of the job is
