@@ -1,6 +1,7 @@
 #include "engine/executor.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "common/stream_copy.h"
@@ -361,15 +362,30 @@ void Executor::moveEncoded(const Step& step, int64_t trip) {
   }
 }
 
+// A sum of float16 may be beyond its largest number, 65504, although the average is not. Where partial sums go from step
+// to step as float16, the first step therefore divides by the power of two that is not less than the number of ranks,
+// and the last one by the rest. Example: 6 ranks with 40000 each: partial sums of 5000, 10000, …, 30000; 30000 / 0.75 is
+// 40000. A power of two changes no digits, unless the number becomes smaller than 2^-14.
+std::pair<ReduceOp, reduction::Scale> Executor::arithmeticOf(const Step& step) const {
+  ReduceOp op = binding_.op;
+  reduction::Scale scale = binding_.scale;
+  if (op == ReduceOp::AVG && binding_.type == DataType::float16 &&
+      step.preScale != step.postScale) {
+    const double power = std::bit_ceil(static_cast<uint64_t>(scale.divisor));
+    if (step.preScale) op = ReduceOp::PREMUL_SUM;
+    scale.factor = 1.0 / power;
+    scale.divisor /= power;
+  }
+  scale.pre = step.preScale && op == ReduceOp::PREMUL_SUM;
+  scale.post = step.postScale && op == ReduceOp::AVG;
+  return {op, scale};
+}
+
 // Copies and reductions, in as many runs as the buffers are made of.
 void Executor::move(const Step& step, int64_t trip) {
   if (hasEncoded(step)) return moveEncoded(step, trip);
-  const bool scales = (step.preScale && binding_.op == ReduceOp::PREMUL_SUM) ||
-                      (step.postScale && binding_.op == ReduceOp::AVG);
-  const bool copies = step.numSources == 1 && !scales;
-  reduction::Scale scale = binding_.scale;
-  scale.pre = step.preScale && binding_.op == ReduceOp::PREMUL_SUM;
-  scale.post = step.postScale && binding_.op == ReduceOp::AVG;
+  const auto [op, scale] = arithmeticOf(step);
+  const bool copies = step.numSources == 1 && !scale.pre && !scale.post;
   const auto elementBytes = static_cast<int64_t>(sizeOf(binding_.type));
   constexpr int64_t kLongBytes = transport::shm::StoreChoice::kLongBytes;
   bool writesToStaging = false;
@@ -392,7 +408,7 @@ void Executor::move(const Step& step, int64_t trip) {
     }
     const auto write = [&](bool streams) {
       if (streams) {
-        writeStreaming(step, run, copies, scale);
+        writeStreaming(step, run, copies, op, scale);
       } else if (copies) {
         for (void* destination : destinations_) {
           if (destination != sources_.front()) {
@@ -401,7 +417,7 @@ void Executor::move(const Step& step, int64_t trip) {
         }
       } else {
         reduction::reduce(destinations_, sources_, static_cast<size_t>(run / elementBytes),
-                          binding_.type, binding_.op, scale);
+                          binding_.type, op, scale);
       }
     };
     if (writesToStaging && run >= kLongBytes) {
@@ -419,7 +435,7 @@ bool Executor::isStaging(const Step& step, uint32_t destination) const {
 
 // Writes staging memory with streaming stores, which bypass the caches. It works piece by piece, so that a sum is still
 // in the first-level cache when it is copied. Advances destinations_ and sources_.
-void Executor::writeStreaming(const Step& step, int64_t bytes, bool copies,
+void Executor::writeStreaming(const Step& step, int64_t bytes, bool copies, ReduceOp op,
                               const reduction::Scale& scale) {
   constexpr int64_t kPieceBytes = 16384;
   const auto elementBytes = static_cast<int64_t>(sizeOf(binding_.type));
@@ -431,8 +447,7 @@ void Executor::writeStreaming(const Step& step, int64_t bytes, bool copies,
     const void* result = sources_.front();
     if (!copies) {
       void* sum = other == step.numDestinations ? sums_.data() : destinations_[other];
-      reduction::reduce({&sum, 1}, sources_, piece / elementBytes, binding_.type, binding_.op,
-                        scale);
+      reduction::reduce({&sum, 1}, sources_, piece / elementBytes, binding_.type, op, scale);
       result = sum;
     }
     for (uint32_t i = 0; i < step.numDestinations; ++i) {

@@ -100,12 +100,14 @@ class Executor {
 
   bool advanceLane(size_t lane);
   bool execute(uint32_t stepIndex, int64_t trip);
+  // What a copy or reduction computes.
+  std::pair<ReduceOp, reduction::Scale> arithmeticOf(const plan::Step& step) const;
   void move(const plan::Step& step, int64_t trip);
   void moveEncoded(const plan::Step& step, int64_t trip);
   void gather(uint32_t refIndex, int64_t trip, int64_t skip, std::span<std::byte> to) const;
   bool hasEncoded(const plan::Step& step) const;
   bool isStaging(const plan::Step& step, uint32_t destination) const;
-  void writeStreaming(const plan::Step& step, int64_t bytes, bool copies,
+  void writeStreaming(const plan::Step& step, int64_t bytes, bool copies, ReduceOp op,
                       const reduction::Scale& scale);
   Buffer::Run resolve(uint32_t refIndex, int64_t trip, int64_t skip, int64_t length) const;
   bool counterReached(const plan::Step& step, int64_t value) const;

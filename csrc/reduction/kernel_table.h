@@ -21,7 +21,7 @@ struct Job {
   size_t numSrcs;
   size_t count;
   double factor;
-  int64_t divisor;
+  double divisor;
 };
 
 using Kernel = void (*)(const Job& job);
@@ -34,7 +34,7 @@ struct EncodedJob {
   size_t numSrcs;
   size_t count;
   bool divides;
-  int64_t divisor;
+  double divisor;
   float* residual;
 };
 

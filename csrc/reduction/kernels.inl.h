@@ -71,7 +71,7 @@ struct WideOf<false> {
 
 // Finishes a value after all sources are combined.
 template <ReduceOp kOp, typename T, int kLanes>
-SMDDP_INLINE Vector<T, kLanes> finish(Vector<T, kLanes> value, int64_t divisor) {
+SMDDP_INLINE Vector<T, kLanes> finish(Vector<T, kLanes> value, double divisor) {
   if constexpr (kIsFloat<T>) {
     if constexpr (kOp == ReduceOp::AVG) value = value / (T)divisor;
     // The payload of the sum of two NaNs depends on the order that the compiler chose. So replace it.

@@ -26,7 +26,8 @@ struct Scale {
   bool pre = false;     // multiply every source element by `factor`: the sources are raw inputs
   bool post = false;    // divide the result by `divisor`: this is the last reduction
   double factor = 1.0;  // rounded to the type of the computation
-  int64_t divisor = 1;  // positive; quotients of integers are truncated toward zero
+  double divisor =
+      1;  // positive; of integers a whole number, and quotients are truncated toward zero
 };
 
 // dsts[d][i] = op over s of srcs[s][i], for every d and every i < count. Needs at least one source;

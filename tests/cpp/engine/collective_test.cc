@@ -417,6 +417,36 @@ TEST_P(CollectiveTest, ReduceIsExact) {
   });
 }
 
+// Their sum is beyond the largest float16.
+TEST_P(CollectiveTest, AveragesOfFloat16DoNotOverflow) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    const auto fortyThousands = [](size_t count) {
+      return oracle::withFormat(DataType::float16, [&]<typename Format>() {
+        Contents one;
+        append<Format>(one, encoded<Format>(40'000));
+        return repeat(one, count * sizeof(typename Format::Stored));
+      });
+    };
+    for (const Memory memory : {Memory::Ordinary, Memory::Shared}) {
+      for (const size_t count : {size_t{3}, size_t{1237}, longCount(150'001)}) {
+        const Buffers buffers{rank, memory};
+        const auto what = fmt::format("rank {}: {} elements", rank.rank, count);
+        const Contents expected = fortyThousands(count);
+        const auto block = buffers.make(expected);
+        rank.run(allReduce(block->bytes(), DataType::float16, ReduceOp::AVG));
+        expectContents(*block, expected, "allreduce, " + what);
+        const auto input = buffers.make(fortyThousands(count * static_cast<size_t>(rank.size)));
+        const auto output = buffers.make(expected.size());
+        rank.run(
+            reduceScatter({input->bytes()}, output->bytes(), DataType::float16, ReduceOp::AVG));
+        expectContents(*output, expected, "reduce_scatter, " + what);
+        rank.run(reduce(block->bytes(), 0, rank.rank == 0, DataType::float16, ReduceOp::AVG));
+        expectContents(*block, expected, "reduce, " + what);
+      }
+    }
+  });
+}
+
 // The block from one rank to another: that of the first rank, shifted by the number of the other.
 Contents blockOf(Rank from, Rank to, size_t bytes) {
   const auto shift = static_cast<size_t>(to);

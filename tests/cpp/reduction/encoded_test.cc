@@ -300,7 +300,7 @@ Problem randomProblem(std::mt19937_64& random, Wire wire, size_t count) {
   for (size_t d = 0; d < numDsts; ++d) problem.dstsEncoded.push_back(random() % 2 == 0);
   if (random() % 3 == 0) {
     problem.op = ReduceOp::AVG;
-    problem.scale = {.post = random() % 4 > 0, .divisor = static_cast<int64_t>(1 + random() % 9)};
+    problem.scale = {.post = random() % 4 > 0, .divisor = static_cast<double>(1 + random() % 9)};
   }
   if (std::ranges::count(problem.dstsEncoded, true) > 0 && random() % 3 == 0) {
     problem.hasResidual = true;

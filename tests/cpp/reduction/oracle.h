@@ -136,14 +136,14 @@ Number scaled(Number value, const Scale& scale) {
 }
 
 template <typename Number>
-Number divided(Number value, int64_t divisor) {
+Number divided(Number value, double divisor) {
   if constexpr (kIsComplex<Number>) {
     const auto by = static_cast<typename Number::value_type>(divisor);
     return {value.real() / by, value.imag() / by};
   } else if constexpr (kIsInexact<Number>) {
     return value / static_cast<Number>(divisor);
   } else {
-    return static_cast<Number>(static_cast<__int128>(value) / divisor);
+    return static_cast<Number>(static_cast<__int128>(value) / static_cast<__int128>(divisor));
   }
 }
 

@@ -43,7 +43,7 @@ Problem makeProblem(DataType type, ReduceOp op, size_t numSrcs, size_t count, ui
   Problem problem{type, op, {}, {}, {}};
   if (op == ReduceOp::PREMUL_SUM) problem.scale = {.pre = true, .factor = 1.0 / 3};
   if (op == ReduceOp::AVG)
-    problem.scale = {.post = true, .divisor = static_cast<int64_t>(numSrcs) + 1};
+    problem.scale = {.post = true, .divisor = static_cast<double>(numSrcs) + 1};
   oracle::withFormat(type, [&]<typename Format>() {
     using Stored = typename Format::Stored;
     std::mt19937_64 random(seed);
