@@ -37,6 +37,7 @@ __all__ = [
     "main",
     "node_of_this_host",
     "prepare_rendezvous",
+    "print_lines_at_once",
     "ranks_of_nodes",
     "sizes_of_nodes",
 ]
@@ -630,6 +631,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"smddprun: {command[0]}: {error.strerror}") from None
 
 
+def print_lines_at_once() -> None:
+    """Lets a rank of smddprun write each line when it is printed, and not 8 KiB later.
+
+    Python would wait, because the output of a rank goes to a file, which torchrun copies to that of
+    smddprun; and what a rank has not written is lost if it is killed. PYTHONUNBUFFERED is no help:
+    it writes parts of lines, and torchrun puts the rank's number before each.
+    """
+    import io
+
+    if "SMDDPRUN" in os.environ and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+
+
 def _start_ranks(arguments: Sequence[str]) -> None:
     """Runs torchrun until all ranks have ended, and deletes its copies of their output."""
     import tempfile
@@ -646,7 +660,8 @@ def _start_ranks(arguments: Sequence[str]) -> None:
 
     # What begins each line. torchrun's own has the rank on this host, which several hosts have.
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}]: ")
-    os.environ["SMDDPRUN"] = "1"  # see `_record_errors` in smddp_registration.py
+    os.environ["SMDDPRUN"] = "1"  # see `register_backend` in smddp_registration.py
+    print_lines_at_once()
     with tempfile.TemporaryDirectory(prefix="smddprun_") as logs:
         torchrun(["--log-dir", logs, *arguments])
 

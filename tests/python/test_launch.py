@@ -243,6 +243,11 @@ def test_a_script_for_another_backend(tmp_path: Path) -> None:
     assert ended.stderr.count("and gets smddp on the CPU") == 5
 
 
+def _buffered() -> dict[str, str]:
+    """Returns the variables of this process, with which Python writes output in large pieces."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.costly
@@ -250,16 +255,19 @@ def test_the_launcher_reports_the_rank_that_failed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import os, time, torch.distributed as dist\ndist.init_process_group('smddp')\n"
+        "print('epoch', 1)\n"
         "if os.environ['RANK'] == '1': raise RuntimeError('too hot')\n"
         # Rank 0 fails, too, and must not end before rank 1. torchrun ends it.
         "try: dist.barrier()\nfinally: time.sleep(60)\n"
     )
     # New interpreters: smddp looks at the launcher's variables when torch is imported.
     ended = subprocess.run(
-        [sys.executable, "-m", "smddp.launch", "-n", "2", str(script)],
+        [sys.executable, "-m", "smddp.launch", "-n", "2", str(script)], env=_buffered(),
         capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
     assert ended.returncode == 1
+    # Also of rank 0, which is killed.
+    assert sorted(ended.stdout.splitlines()) == ["[rank 0]: epoch 1", "[rank 1]: epoch 1"]
     assert re.search(r"^\[rank 1\]: .*RuntimeError: too hot", ended.stderr, re.M)
     report = ended.stderr.rpartition("Root Cause")[2]
     assert "rank      : 1" in report, ended.stderr
@@ -274,17 +282,21 @@ def test_a_signal_reaches_all_ranks(tmp_path: Path) -> None:
         "import os, pathlib, signal, sys, time\n"
         "me = pathlib.Path(sys.argv[1]) / os.environ['RANK']\n"
         "signal.signal(signal.SIGTERM, lambda *_: (me.write_text('told'), sys.exit(0)))\n"
-        "me.touch()\ntime.sleep(100)\n"
+        "print('ready', flush=True)\ntime.sleep(100)\n"
     )
     command = [sys.executable, "-m", "smddp.launch", "-n", "2", str(script), str(tmp_path)]
-    temporary = tmp_path / "temporary"
+    temporary, output = tmp_path / "temporary", tmp_path / "output"
     temporary.mkdir()
-    process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(temporary)})
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            command, env=_buffered() | {"TMPDIR": str(temporary)}, stdout=file
+        )
     try:
         ranks = [tmp_path / "0", tmp_path / "1"]
         end = time.monotonic() + 60
-        while not all(rank.exists() for rank in ranks) and time.monotonic() < end:
+        while output.read_text().count("ready") < 2 and time.monotonic() < end:
             time.sleep(0.05)
+        assert output.read_text().count("ready") == 2, "the output comes later"
         process.terminate()
         assert process.wait(timeout=60) != 0
         assert [rank.read_text() for rank in ranks] == ["told", "told"]
