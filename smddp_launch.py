@@ -497,8 +497,10 @@ def _command(options: argparse.Namespace) -> list[str]:
     """Returns what a rank runs.
 
     Raises:
-        ValueError: it is a script that does not exist.
+        ValueError: it is a script or a program that does not exist.
     """
+    import shutil
+
     command = list(options.command)
     if command[0] == "--" and len(command) > 1:
         del command[0]
@@ -506,6 +508,8 @@ def _command(options: argparse.Namespace) -> list[str]:
         if not options.dry_run and not os.path.exists(command[0]):
             raise ValueError(f"there is no file {command[0]}")
         command.insert(0, sys.executable)
+    elif not options.dry_run and shutil.which(command[0]) is None:
+        raise ValueError(f"there is no program {command[0]} that can be run")
     return command
 
 
@@ -645,10 +649,17 @@ def print_lines_at_once() -> None:
 
 
 def _start_ranks(arguments: Sequence[str]) -> None:
-    """Runs torchrun until all ranks have ended, and deletes its copies of their output."""
+    """Runs torchrun until all ranks have ended, and deletes its copies of their output.
+
+    Raises:
+        SystemExit: a rank has failed, or a signal has ended all.
+    """
+    import signal
     import tempfile
 
     try:
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import main as torchrun
     except ModuleNotFoundError as error:
         if error.name != "torch":
@@ -662,8 +673,15 @@ def _start_ranks(arguments: Sequence[str]) -> None:
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}]: ")
     os.environ["SMDDPRUN"] = "1"  # see `register_backend` in smddp_registration.py
     print_lines_at_once()
-    with tempfile.TemporaryDirectory(prefix="smddprun_") as logs:
-        torchrun(["--log-dir", logs, *arguments])
+    # Stack traces of torchrun would hide what its errors say.
+    try:
+        with tempfile.TemporaryDirectory(prefix="smddprun_") as logs:
+            torchrun(["--log-dir", logs, *arguments])
+    except ChildFailedError as error:
+        raise SystemExit(f"smddprun: {error}") from None
+    except SignalException as error:
+        sys.stderr.write(f"smddprun: ended by {signal.Signals(error.sigval).name}\n")
+        raise SystemExit(128 + error.sigval) from None  # as a shell tells it
 
 
 def _refuse(text: str) -> NoReturn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -200,8 +201,11 @@ def test_wrong_arguments_of_the_launcher(
     assert text in refused(capsys, *arguments, "train.py")
 
 
-def test_a_script_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no file absent.py" in refused(capsys, "-n", "2", "absent.py")
+    (tmp_path / "program").touch()  # without the right to run it
+    for program in ("absent", str(tmp_path / "program")):
+        assert f"there is no program {program} that" in refused(capsys, "-n", "2", program)
 
 
 _UNCHANGED = """
@@ -272,6 +276,7 @@ def test_the_launcher_reports_the_rank_that_failed(tmp_path: Path) -> None:
     report = ended.stderr.rpartition("Root Cause")[2]
     assert "rank      : 1" in report, ended.stderr
     assert "RuntimeError: too hot" in report, ended.stderr
+    assert not re.search(r"^Traceback", ended.stderr, re.M), ended.stderr
 
 
 @pytest.mark.multiprocess
@@ -287,9 +292,9 @@ def test_a_signal_reaches_all_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "smddp.launch", "-n", "2", str(script), str(tmp_path)]
     temporary, output = tmp_path / "temporary", tmp_path / "output"
     temporary.mkdir()
-    with output.open("w") as file:
+    with output.open("w") as file, (tmp_path / "errors").open("w") as errors:
         process = subprocess.Popen(
-            command, env=_buffered() | {"TMPDIR": str(temporary)}, stdout=file
+            command, env=_buffered() | {"TMPDIR": str(temporary)}, stdout=file, stderr=errors
         )
     try:
         ranks = [tmp_path / "0", tmp_path / "1"]
@@ -298,7 +303,10 @@ def test_a_signal_reaches_all_ranks(tmp_path: Path) -> None:
             time.sleep(0.05)
         assert output.read_text().count("ready") == 2, "the output comes later"
         process.terminate()
-        assert process.wait(timeout=60) != 0
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        said = (tmp_path / "errors").read_text()
+        assert said.endswith("smddprun: ended by SIGTERM\n")
+        assert "Traceback" not in said
         assert [rank.read_text() for rank in ranks] == ["told", "told"]
         assert not list(temporary.glob("*")), "copies of the output are left"
     finally:
