@@ -43,10 +43,11 @@ __all__ = [
 ]
 
 # init_process_group() reads torchrun's names. mpirun and srun set the variables on the right; the
-# first one that is set counts.
+# first one that is set counts. SLURM_NTASKS may be that of the job, as in the shell that salloc
+# starts, which is a step of one task.
 _FROM_LAUNCHERS = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
-    "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"),
+    "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
     "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
     "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }

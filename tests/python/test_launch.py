@@ -59,6 +59,11 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1", "SLURM
           "SLURM_JOB_NODELIST": "gpu-a,gpu-b"}, ["5", "11", "1", "3", "gpu-a"]),
         ({**SLURM, "SLURM_NTASKS_PER_NODE": "4", "SLURM_NODELIST": "rack[7,9]-node"},
          ["5", "11", "1", "4", "rack7-node"]),
+        # The shell of salloc, a step of one task in a job of more.
+        ({**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+          "SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_JOB_NODELIST": "n[03-05]",
+          "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"},
+         ["0", "1", "0", "1", "127.0.0.1"]),
         # The list of a training platform.
         ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "SM_HOSTS": '["a-1","a-2"]',
           "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
