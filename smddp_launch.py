@@ -37,15 +37,17 @@ __all__ = [
     "main",
     "node_of_this_host",
     "prepare_rendezvous",
+    "print_lines_at_once",
     "ranks_of_nodes",
     "sizes_of_nodes",
 ]
 
 # init_process_group() reads torchrun's names. mpirun and srun set the variables on the right; the
-# first one that is set counts.
+# first one that is set counts. SLURM_NTASKS may be that of the job, as in the shell that salloc
+# starts, which is a step of one task.
 _FROM_LAUNCHERS = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
-    "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"),
+    "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
     "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
     "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
@@ -496,8 +498,10 @@ def _command(options: argparse.Namespace) -> list[str]:
     """Returns what a rank runs.
 
     Raises:
-        ValueError: it is a script that does not exist.
+        ValueError: it is a script or a program that does not exist.
     """
+    import shutil
+
     command = list(options.command)
     if command[0] == "--" and len(command) > 1:
         del command[0]
@@ -505,6 +509,8 @@ def _command(options: argparse.Namespace) -> list[str]:
         if not options.dry_run and not os.path.exists(command[0]):
             raise ValueError(f"there is no file {command[0]}")
         command.insert(0, sys.executable)
+    elif not options.dry_run and shutil.which(command[0]) is None:
+        raise ValueError(f"there is no program {command[0]} that can be run")
     return command
 
 
@@ -630,11 +636,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"smddprun: {command[0]}: {error.strerror}") from None
 
 
+def print_lines_at_once() -> None:
+    """Lets a rank of smddprun write each line when it is printed, and not 8 KiB later.
+
+    Python would wait, because the output of a rank goes to a file, which torchrun copies to that of
+    smddprun; and what a rank has not written is lost if it is killed. PYTHONUNBUFFERED is no help:
+    it writes parts of lines, and torchrun puts the rank's number before each.
+    """
+    import io
+
+    if "SMDDPRUN" in os.environ and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+
+
 def _start_ranks(arguments: Sequence[str]) -> None:
-    """Runs torchrun until all ranks have ended, and deletes its copies of their output."""
+    """Runs torchrun until all ranks have ended, and deletes its copies of their output.
+
+    Raises:
+        SystemExit: a rank has failed, or a signal has ended all.
+    """
+    import signal
     import tempfile
 
     try:
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import main as torchrun
     except ModuleNotFoundError as error:
         if error.name != "torch":
@@ -646,9 +672,17 @@ def _start_ranks(arguments: Sequence[str]) -> None:
 
     # What begins each line. torchrun's own has the rank on this host, which several hosts have.
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}]: ")
-    os.environ["SMDDPRUN"] = "1"  # see `_record_errors` in smddp_registration.py
-    with tempfile.TemporaryDirectory(prefix="smddprun_") as logs:
-        torchrun(["--log-dir", logs, *arguments])
+    os.environ["SMDDPRUN"] = "1"  # see `register_backend` in smddp_registration.py
+    print_lines_at_once()
+    # Stack traces of torchrun would hide what its errors say.
+    try:
+        with tempfile.TemporaryDirectory(prefix="smddprun_") as logs:
+            torchrun(["--log-dir", logs, *arguments])
+    except ChildFailedError as error:
+        raise SystemExit(f"smddprun: {error}") from None
+    except SignalException as error:
+        sys.stderr.write(f"smddprun: ended by {signal.Signals(error.sigval).name}\n")
+        raise SystemExit(128 + error.sigval) from None  # as a shell tells it
 
 
 def _refuse(text: str) -> NoReturn:

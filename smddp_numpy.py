@@ -754,6 +754,7 @@ def init(
         Error: the ranks have not come, or cannot work together.
     """
     smddp_launch.complete_from_launcher()
+    smddp_launch.print_lines_at_once()
     size = _variable("WORLD_SIZE", 1) if size is None else size
     rank = _variable("RANK", 0) if rank is None else rank
     whole = _whole(rank, "a rank"), _whole(size, "a number of ranks")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from smddp_launch import instead_of, is_bare_rank, prepare_rendezvous
+from smddp_launch import instead_of, is_bare_rank, prepare_rendezvous, print_lines_at_once
 
 __all__ = ["BACKEND_NAME", "names_smddp", "register_backend"]
 
@@ -34,6 +34,7 @@ def register_backend(create: Callable[[Any, Any], Any]) -> None:
         return
     dist.Backend.register_backend(BACKEND_NAME, create, extended_api=True, devices=["cpu", "cuda"])
     if "SMDDPRUN" in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        print_lines_at_once()
         _record_errors()
     replaced = os.environ.get("SMDDP_INSTEAD_OF", "")
     if is_bare_rank() or replaced:

@@ -57,6 +57,8 @@ _CHECKED_BYTES = 16 << 20
 _WAIT = timedelta(seconds=20)
 _SYS = Path("/sys")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_OWN_GROUP, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")  # in memory.stat
 _SHOWN = 8  # how many pairs of hosts that do not connect are named
 CARDS = {"efa": "efa", "hfi1": "opx", "mlx5": "verbs", "bnxt_re": "verbs", "irdma": "verbs"}
 """Driver of a card that bypasses the kernel -> libfabric's provider for it."""
@@ -107,18 +109,27 @@ def _instructions() -> Finding:
     return Finding("processor", _OK, f"sums use {simd}")
 
 
-def _control_group() -> Path:
-    """Returns the folder of this process's control group (cgroups(7), version 2)."""
-    line = Path("/proc/self/cgroup").read_text().splitlines()[-1]
-    return Path("/sys/fs/cgroup") / line.split(":", 2)[2].lstrip("/")
+def _control_groups() -> list[Path]:
+    """Returns the folders of this process's control groups (cgroups(7), version 2).
+
+    That of the process comes first, then those around it. The limits of all of them count: Slurm
+    limits a job, and none of its tasks.
+    """
+    with contextlib.suppress(OSError, IndexError):
+        line = _OWN_GROUP.read_text().splitlines()[-1]
+        folder = _GROUPS / line.split(":", 2)[2].lstrip("/")
+        return [folder, *folder.parents]
+    return []
 
 
 def _quota() -> float | None:
-    """Returns how many cores the control group may use; None without a limit."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        quota, period = (_control_group() / "cpu.max").read_text().split()
-        return int(quota) / int(period)
-    return None
+    """Returns how many cores the control groups may use; None without a limit."""
+    quotas = []
+    for folder in _control_groups():
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (folder / "cpu.max").read_text().split()
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
 
 
 def _cores(affinities: Sequence[frozenset[int]]) -> Finding:
@@ -219,11 +230,15 @@ def _available_memory() -> int:
     """Returns the bytes that this process may still use, as far as the kernel tells."""
     text = Path("/proc/meminfo").read_text()
     available = int(text.partition("MemAvailable:")[2].split()[0]) << 10
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        folder = _control_group()
-        limit = int((folder / "memory.max").read_text())
-        used = int((folder / "memory.current").read_text())
-        available = min(available, limit - used)
+    for folder in _control_groups():
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((folder / "memory.max").read_text())
+            used = int((folder / "memory.current").read_text())
+            # The kernel gives these up as soon as memory is needed. Reading files fills a group.
+            words = (folder / "memory.stat").read_text().split()
+            counts = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+            freed = sum(counts.get(name, 0) for name in _RECLAIMABLE)
+            available = min(available, limit - used + freed)
     return available
 
 

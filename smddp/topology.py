@@ -379,6 +379,7 @@ def _hosts_of_job() -> tuple[list[Host], str]:
     # Not by all_gather_object(), which needs numpy.
     everyone = meeting.gather("host", [identity()[1], dataclasses.asdict(look())])
     description = smddp.describe()
+    dist.barrier()  # rank 0, which may serve the store, stays until all have read
     dist.destroy_process_group()
     hosts: dict[str, Host] = {}
     for rank, (which, row) in enumerate(everyone):

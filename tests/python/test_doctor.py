@@ -132,6 +132,26 @@ def test_machines(
 
 
 @pytest.mark.costly
+def test_limits_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own").write_text("1:cpu:/\n0::/job/task\n")
+    files = {
+        "job/memory.max": "1000", "job/memory.current": "990",
+        "job/memory.stat": "anon 90\nactive_file 500\ninactive_file 300\nslab_reclaimable 20\n",
+        "job/cpu.max": "150000 100000", "job/task/cpu.max": "max 100000",
+        "job/task/memory.max": "max",
+    }  # fmt: skip
+    (tmp_path / "job/task").mkdir(parents=True)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(doctor, "_OWN_GROUP", tmp_path / "own")
+    monkeypatch.setattr(doctor, "_GROUPS", tmp_path)
+    assert doctor._available_memory() == 1000 - 990 + 820
+    assert doctor._quota() == 1.5
+    (tmp_path / "own").unlink()
+    assert doctor._available_memory() > 1 << 20
+    assert doctor._quota() is None
+
+
 def test_a_card_without_libfabric(tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     folder.mkdir()

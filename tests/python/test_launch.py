@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -58,6 +59,11 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1", "SLURM
           "SLURM_JOB_NODELIST": "gpu-a,gpu-b"}, ["5", "11", "1", "3", "gpu-a"]),
         ({**SLURM, "SLURM_NTASKS_PER_NODE": "4", "SLURM_NODELIST": "rack[7,9]-node"},
          ["5", "11", "1", "4", "rack7-node"]),
+        # The shell of salloc, a step of one task in a job of more.
+        ({**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+          "SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_JOB_NODELIST": "n[03-05]",
+          "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"},
+         ["0", "1", "0", "1", "127.0.0.1"]),
         # The list of a training platform.
         ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "SM_HOSTS": '["a-1","a-2"]',
           "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
@@ -200,8 +206,11 @@ def test_wrong_arguments_of_the_launcher(
     assert text in refused(capsys, *arguments, "train.py")
 
 
-def test_a_script_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no file absent.py" in refused(capsys, "-n", "2", "absent.py")
+    (tmp_path / "program").touch()  # without the right to run it
+    for program in ("absent", str(tmp_path / "program")):
+        assert f"there is no program {program} that" in refused(capsys, "-n", "2", program)
 
 
 _UNCHANGED = """
@@ -243,6 +252,11 @@ def test_a_script_for_another_backend(tmp_path: Path) -> None:
     assert ended.stderr.count("and gets smddp on the CPU") == 5
 
 
+def _buffered() -> dict[str, str]:
+    """Returns the variables of this process, with which Python writes output in large pieces."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.costly
@@ -250,20 +264,24 @@ def test_the_launcher_reports_the_rank_that_failed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import os, time, torch.distributed as dist\ndist.init_process_group('smddp')\n"
+        "print('epoch', 1)\n"
         "if os.environ['RANK'] == '1': raise RuntimeError('too hot')\n"
         # Rank 0 fails, too, and must not end before rank 1. torchrun ends it.
         "try: dist.barrier()\nfinally: time.sleep(60)\n"
     )
     # New interpreters: smddp looks at the launcher's variables when torch is imported.
     ended = subprocess.run(
-        [sys.executable, "-m", "smddp.launch", "-n", "2", str(script)],
+        [sys.executable, "-m", "smddp.launch", "-n", "2", str(script)], env=_buffered(),
         capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
     assert ended.returncode == 1
+    # Also of rank 0, which is killed.
+    assert sorted(ended.stdout.splitlines()) == ["[rank 0]: epoch 1", "[rank 1]: epoch 1"]
     assert re.search(r"^\[rank 1\]: .*RuntimeError: too hot", ended.stderr, re.M)
     report = ended.stderr.rpartition("Root Cause")[2]
     assert "rank      : 1" in report, ended.stderr
     assert "RuntimeError: too hot" in report, ended.stderr
+    assert not re.search(r"^Traceback", ended.stderr, re.M), ended.stderr
 
 
 @pytest.mark.multiprocess
@@ -274,19 +292,26 @@ def test_a_signal_reaches_all_ranks(tmp_path: Path) -> None:
         "import os, pathlib, signal, sys, time\n"
         "me = pathlib.Path(sys.argv[1]) / os.environ['RANK']\n"
         "signal.signal(signal.SIGTERM, lambda *_: (me.write_text('told'), sys.exit(0)))\n"
-        "me.touch()\ntime.sleep(100)\n"
+        "print('ready', flush=True)\ntime.sleep(100)\n"
     )
     command = [sys.executable, "-m", "smddp.launch", "-n", "2", str(script), str(tmp_path)]
-    temporary = tmp_path / "temporary"
+    temporary, output = tmp_path / "temporary", tmp_path / "output"
     temporary.mkdir()
-    process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(temporary)})
+    with output.open("w") as file, (tmp_path / "errors").open("w") as errors:
+        process = subprocess.Popen(
+            command, env=_buffered() | {"TMPDIR": str(temporary)}, stdout=file, stderr=errors
+        )
     try:
         ranks = [tmp_path / "0", tmp_path / "1"]
         end = time.monotonic() + 60
-        while not all(rank.exists() for rank in ranks) and time.monotonic() < end:
+        while output.read_text().count("ready") < 2 and time.monotonic() < end:
             time.sleep(0.05)
+        assert output.read_text().count("ready") == 2, "the output comes later"
         process.terminate()
-        assert process.wait(timeout=60) != 0
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        said = (tmp_path / "errors").read_text()
+        assert said.endswith("smddprun: ended by SIGTERM\n")
+        assert "Traceback" not in said
         assert [rank.read_text() for rank in ranks] == ["told", "told"]
         assert not list(temporary.glob("*")), "copies of the output are left"
     finally:

@@ -541,6 +541,18 @@ def test_a_process_without_torch(count: int, tmp_path: Path) -> None:
         assert out.strip() == str(total)
 
 
+def test_a_killed_rank_of_smddprun_has_written_its_lines() -> None:
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    script = (
+        "import os, smddp_numpy; smddp_numpy.init(0, 1); print('epoch', 1); os.kill(os.getpid(), 9)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=variables | {"SMDDPRUN": "1"},
+        stdout=subprocess.PIPE, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "epoch 1\n")
+
+
 def programs(language: str) -> list[str]:
     page = (ranks.ROOT / "docs" / "numpy.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)

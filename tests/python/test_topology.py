@@ -222,9 +222,23 @@ def _be_twins(folder: Path) -> None:
     programs.become(["-c", textwrap.dedent(script)], dict(os.environ))
 
 
-def _job(layout: list[int], target: Any = _be_topology, *arguments: Any) -> Any:
+def _be_slow() -> None:
+    """Rank 1 reads late what the others have told."""
+    script = """
+    import time
+    from smddp import _meeting, topology
+    def told(self, what, told=_meeting.Meeting.told):
+        time.sleep(2 if (what, self.rank) == ("host", 1) else 0)
+        return told(self, what)
+    _meeting.Meeting.told = told
+    raise SystemExit(topology.main(["--json"]))
+    """
+    programs.become(["-c", textwrap.dedent(script)], dict(os.environ))
+
+
+def _job(layout: list[int], target: Any = _be_topology, *arguments: Any, **options: Any) -> Any:
     """Returns what rank 0 of a job prints as JSON; the other ranks print nothing."""
-    outcomes = ranks.run_ranks(target, "+".join(map(str, layout)), *arguments)
+    outcomes = ranks.run_ranks(target, "+".join(map(str, layout)), *arguments, **options)
     assert all(outcome.status == 0 for outcome in outcomes), outcomes
     assert not any(outcome.stdout for outcome in outcomes[1:])
     return json.loads(outcomes[0].stdout)
@@ -256,3 +270,9 @@ def test_hosts_of_one_name(tmp_path: Path) -> None:
     first, second = _job([2], _be_twins, tmp_path)["hosts"]
     assert (first["ranks"], second["ranks"]) == ([0], [1])
     assert first["name"] == second["name"]
+
+
+@pytest.mark.multiprocess
+def test_rank_0_serves_until_all_have_read() -> None:
+    (host,) = _job([2], _be_slow, rank_0_serves=True)["hosts"]
+    assert host["ranks"] == [0, 1]
