@@ -517,6 +517,13 @@ class DataParallel:
 
     # --- without a step: one partition, loss.backward() -------------------------------------------
 
+    def begin_outside(self) -> None:
+        """Notes a call of the model outside any step: a backward pass before it has ended."""
+        # If it has failed, `_reduce_outside` has not run. But a checkpoint of torch may call the
+        # model in a backward pass that is under way.
+        if torch._C._current_graph_task_id() == -1:
+            self._outside = False
+
     def outside_step(self, parameter: nn.Parameter) -> None:
         """Notes a gradient outside any step; all are reduced when that backward pass ends."""
         if self.size == 1 or self._outside:

@@ -163,6 +163,7 @@ class DistributedModel(ModelQueries):
             )
         if task is None:
             self.runtime.note_trained()
+            self.runtime.data_parallel.begin_outside()
         half = self.runtime.half
         if half is not None:
             args, kwargs = to_half(args, half), to_half(kwargs, half)

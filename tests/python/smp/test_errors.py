@@ -1076,3 +1076,34 @@ def test_a_call_that_fails_on_another_rank_names_no_missing_rank() -> None:
     assert waited.startswith(
         "SMPPeerError: state_dict failed, though ranks 0-1 of the job have called it: "
     )
+
+
+def fails_outside_a_step() -> float:
+    """A backward pass fails when it has given one parameter its gradient; the next one does not."""
+    smp.init({"partitions": 1, **MANUAL})
+    layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
+    for parameter in layers.parameters():
+        nn.init.ones_(parameter)
+    model = smp.DistributedModel(layers)
+    x = torch.full((2, 4), float(1 + smp.rank()))
+
+    def fail(_: Any) -> None:
+        raise ZeroDivisionError
+
+    def spoil(_: Any, __: Any, result: torch.Tensor) -> None:
+        result.register_hook(fail)  # type: ignore[no-untyped-call]
+
+    inner = layers[0].register_forward_hook(spoil)
+    with pytest.raises(ZeroDivisionError):
+        model(x).sum().backward()
+    inner.remove()
+    assert layers[1].weight.grad is not None
+    assert layers[0].weight.grad is None
+    model.zero_grad()
+    model(x).sum().backward()
+    return float(layers[0].weight.grad[0, 0])
+
+
+def test_gradients_are_reduced_after_a_failed_backward_pass_outside_a_step() -> None:
+    # Each row of ones gives 1 on rank 0, 2 on rank 1; there are two.
+    assert check_ranks(fails_outside_a_step, "2") == [3.0, 3.0]
