@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -211,6 +211,15 @@ class StandIns:
     def masters(self) -> list[Any]:
         """Returns what has the unscaled gradients."""
         return [row.stand_in for row in self._rows]
+
+    def masters_of(self, parameters: Iterable[Any]) -> list[Any]:
+        """Returns what has the unscaled gradients of parameters; for a master, itself.
+
+        Parameters that the optimizer does not have, or that live elsewhere, have none.
+        """
+        found = {id(row.parameter): row.stand_in for row in self._rows}
+        found.update((id(row.stand_in), row.stand_in) for row in self._rows)
+        return [found[id(one)] for one in parameters if id(one) in found]
 
     def step(self, inner: Callable[[], Any]) -> Any:
         """Steps the optimizer and copies masters to what they stand for; not after an overflow.
