@@ -193,7 +193,8 @@ def _clip_grad_norm(
     masters = None if model is None else model.runtime.stand_ins
     if masters is not None and masters.half:
         own |= {id(master) for master in masters.masters()}
-    if not any(isinstance(one, Shard) or id(one) in own for one in given):
+    # A rank may have none of the parameters that others have, and still has to take part.
+    if given and not any(isinstance(one, Shard) or id(one) in own for one in given):
         found: torch.Tensor = _original_clip(
             given, max_norm, norm_type, error_if_nonfinite, foreach
         )
