@@ -121,9 +121,9 @@ class StandIns:
         optimizer: Any = self._optimizer()
         for group in optimizer.param_groups:
             for place, parameter in enumerate(group["params"]):
-                owned = placement.owns(parameter) and parameter.is_floating_point()
                 known = id(parameter) in self._originals or id(parameter) in self._elsewhere
-                if known or not owned:
+                has_gradient = parameter.is_floating_point() or parameter.is_complex()
+                if known or not (placement.owns(parameter) and has_gradient):
                     continue
                 if not steps(parameter):
                     dtype = torch.float32 if parameter.dtype in HALF else parameter.dtype
@@ -198,6 +198,7 @@ class StandIns:
 
     def _unscale(self, gradients: list[torch.Tensor]) -> None:
         found = torch.zeros(1, device=self._device)
+        gradients = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
         if gradients:
             inverse = torch.full((1,), 1.0 / self.scaler.loss_scale, device=self._device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)

@@ -158,6 +158,57 @@ def test_half_precision_takes_one_optimizer(first: bool) -> None:
     check_ranks(two_halves, "1", first)
 
 
+class Waves(nn.Module):
+    """Has a complex parameter, which keeps its dtype in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.wave = nn.Parameter(torch.full((WIDTH,), 1 + 2j))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).float() * (self.wave * self.wave.conj()).real
+
+
+@smp.step
+def wave_step(model: Any, x: Tensor) -> None:
+    model.backward(model(x).square().mean())
+
+
+def waves(divided: bool) -> list[Any]:
+    """Returns the norm of gradients and the complex parameter, after an overflow and a step."""
+    config = {"ddp": True, "microbatches": MICROBATCHES, "fp16": True}
+    smp.init({"partitions": 1, **config, "shard_optimizer_state": divided})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Waves())
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = smp.DistributedOptimizer(inner, static_loss_scale=64.0)
+    found: list[Any] = []
+    for spoils in (True, False):
+        optimizer.zero_grad()
+        wave_step(model, batch(0, 0)[1])
+        if spoils:
+            model.get_module().wave.grad[0] = complex(0, math.inf)
+        found.append(float(optimizer.clip_master_grads(0.5)))
+        optimizer.step()
+        found.append(model.get_module().wave.detach().cpu().clone())
+    return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("divided", [False, True])
+def test_complex_parameters_step_with_unscaled_gradients(divided: bool) -> None:
+    torch.manual_seed(0)
+    model = Waves().to(device())
+    model(batch(0, 0)[1]).square().mean().backward()
+    norm = float(clip_grad_norm_(model.parameters(), 0.5))
+    before = model.wave.detach().cpu().clone()
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    wanted = [-1.0, before, norm, model.wave.detach().cpu()]
+    for found in check_ranks(waves, "2", divided):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
 def state_made_at_once() -> None:
     """Adagrad makes its state when it is created; the squares of small gradients are 0 in fp16."""
     smp.init({"partitions": 1, "ddp": True, "microbatches": MICROBATCHES, "fp16": True})
