@@ -209,6 +209,28 @@ def test_complex_parameters_step_with_unscaled_gradients(divided: bool) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
+def added_twice(config: dict[str, Any]) -> None:
+    smp.init({"partitions": 1, "ddp": True, "microbatches": MICROBATCHES, **config})
+    net = Net()
+    model = smp.DistributedModel(net)
+    inner = torch.optim.SGD(net.first.parameters(), lr=0.1)
+    optimizer = smp.DistributedOptimizer(inner)
+    for again in (net.first[0].weight, optimizer.param_groups[0]["params"][0]):
+        with pytest.raises(ValueError, match="appear in more than one parameter group"):
+            optimizer.add_param_group({"params": [net.words.weight, again]})
+        assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": net.last.parameters(), "lr": 0.01})
+    own = [id(p) for part in (net.first, net.last) for p in part.parameters()]
+    assert optimizer._param_id_to_index() == {key: number for number, key in enumerate(own)}
+    assert model.partitioned
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("config", [{"fp16": True}, SHARDED])
+def test_a_parameter_is_in_one_group(config: dict[str, Any]) -> None:
+    check_ranks(added_twice, "2", config)
+
+
 def state_made_at_once() -> None:
     """Adagrad makes its state when it is created; the squares of small gradients are 0 in fp16."""
     smp.init({"partitions": 1, "ddp": True, "microbatches": MICROBATCHES, "fp16": True})
