@@ -301,9 +301,13 @@ class DataParallel:
         self._put_aside()
 
     def _put_aside(self) -> None:
-        self._old = {parameter: parameter.grad for parameter in self.parameters}
+        self._old = {}
         for parameter in self.parameters:
-            parameter.grad = None
+            gradient, parameter.grad = parameter.grad, None
+            # A view would change with its bucket, also if this step fails or is run again.
+            if self.views and gradient is not None:
+                gradient = gradient.clone()
+            self._old[parameter] = gradient
         self.hook_failure = None
         self._prepare()
 
