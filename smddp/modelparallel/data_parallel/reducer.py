@@ -27,18 +27,15 @@ _BROADCAST = 250 * 2**20  # bytes of a message
 
 
 class Ranks(NamedTuple):
-    """Ranks that reduce a gradient.
+    """Ranks over which a gradient is averaged.
 
     Attributes:
         group: of these ranks.
         size: of the group.
-        losses: the sum over the group is the gradient of so many ranks' losses; the terms are
-            divided by their number.
     """
 
     group: dist.ProcessGroup
     size: int
-    losses: int
 
 
 class Shards(Protocol):
@@ -246,7 +243,7 @@ class DataParallel:
             ranks = self._ranks_of(parameter)
             kind = (dtype, parameter.device, self._is_shard(parameter), ranks)
             size = parameter.numel() * dtype.itemsize
-            if ranks.size == ranks.losses == 1:
+            if ranks.size == 1:
                 continue
             if kind not in open_group or room[kind] < size:
                 open_group[kind] = []
@@ -274,7 +271,7 @@ class DataParallel:
         """Returns the ranks that have the values of a parameter, or one shard of them each."""
         if self.divided is not None and self.is_divided(parameter):
             return self.divided
-        return Ranks(self.group, self.size, self.size)
+        return Ranks(self.group, self.size)
 
     def _is_shard(self, parameter: nn.Parameter) -> bool:
         return self.shards is not None and self.shards.reducers(parameter) is not None
@@ -304,9 +301,13 @@ class DataParallel:
         self._put_aside()
 
     def _put_aside(self) -> None:
-        self._old = {parameter: parameter.grad for parameter in self.parameters}
+        self._old = {}
         for parameter in self.parameters:
-            parameter.grad = None
+            gradient, parameter.grad = parameter.grad, None
+            # A view would change with its bucket, also if this step fails or is run again.
+            if self.views and gradient is not None:
+                gradient = gradient.clone()
+            self._old[parameter] = gradient
         self.hook_failure = None
         self._prepare()
 
@@ -486,7 +487,7 @@ class DataParallel:
                 self.hook_failure = self.hook_failure or error
         else:
             # Divided before, as DDP does: the sum may be too large for float16, the mean is not.
-            bucket.buffer().div_(bucket.ranks.losses)
+            bucket.buffer().div_(bucket.ranks.size)
             bucket.work = dist.all_reduce(bucket.buffer(), group=bucket.ranks.group, async_op=True)
 
     def _collected(self) -> dict[nn.Parameter, torch.Tensor]:
@@ -520,6 +521,13 @@ class DataParallel:
 
     # --- without a step: one partition, loss.backward() -------------------------------------------
 
+    def begin_outside(self) -> None:
+        """Notes a call of the model outside any step: a backward pass before it has ended."""
+        # If it has failed, `_reduce_outside` has not run. But a checkpoint of torch may call the
+        # model in a backward pass that is under way.
+        if torch._C._current_graph_task_id() == -1:
+            self._outside = False
+
     def outside_step(self, parameter: nn.Parameter) -> None:
         """Notes a gradient outside any step; all are reduced when that backward pass ends."""
         if self.size == 1 or self._outside:
@@ -535,7 +543,8 @@ class DataParallel:
         self._renew_buckets()
         for bucket in self._buckets:
             self._launch(bucket, lambda parameter: parameter.grad)
-        reduced = self._collected()
+        reduced = {parameter: parameter.grad for parameter in self.parameters}
+        reduced.update(self._collected())
         if self.hook_failure is not None:
             raise self.hook_failure
         used = self._anywhere([parameter.grad is not None for parameter in self.parameters])

@@ -125,9 +125,7 @@ class DistributedModel(ModelQueries):
             gradient_as_bucket_view,
         )
         if topology.tp_size > 1:
-            copies = topology.rdp_size
-            losses = copies if cfg.prescaled_batch else topology.size_of("dp")
-            data_parallel.divided = Ranks(state.groups.of_steps("rdp"), copies, losses)
+            data_parallel.divided = Ranks(state.groups.of_steps("rdp"), topology.rdp_size)
             data_parallel.is_divided = lambda parameter: division_of(parameter) is not None
         patch_clipping()
         # Not by nn.Module.__setattr__, because it does not belong to the model.
@@ -165,6 +163,7 @@ class DistributedModel(ModelQueries):
             )
         if task is None:
             self.runtime.note_trained()
+            self.runtime.data_parallel.begin_outside()
         half = self.runtime.half
         if half is not None:
             args, kwargs = to_half(args, half), to_half(kwargs, half)

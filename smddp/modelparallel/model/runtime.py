@@ -40,6 +40,7 @@ from smddp.modelparallel.pipeline.outlook import Outlook
 from smddp.modelparallel.pipeline.protocol import Kind
 from smddp.modelparallel.pipeline.step import Schedule, StepBegin, StepReport
 from smddp.modelparallel.sharding.sharding import Sharding
+from smddp.modelparallel.tensor.division import division_of
 from smddp.modelparallel.tensor.module import mark_divided
 from smddp_smp.errors import SMPError, SMPPeerError, SMPUsageError
 from smddp_smp.failure import OrderMattersError, Redo, summary
@@ -145,6 +146,8 @@ class ModelRuntime:
             "step": OrderedDict(),
         }
         self._training_flags: bytes | None = None
+        # How many batches of tensor-parallel ranks a divided parameter is used on.
+        self._batches = 1 if state.cfg.prescaled_batch else topology.tp_size
         # Parameters that live here and have been frozen so far.
         self._frozen: list[nn.Parameter] = []
         self.steps = 0
@@ -313,6 +316,8 @@ class ModelRuntime:
         for parameter in trained:
             hook = _weakly(self._on_gradient)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            if self._batches > 1 and division_of(parameter) is not None:
+                parameter.register_hook(_weakly(self._mean_over_batches))  # type: ignore[no-untyped-call]
         if trained:
             self._frozen = [p for p in self._frozen if not p.requires_grad]
         return trained
@@ -600,6 +605,14 @@ class ModelRuntime:
             if self.data_parallel.hook_failure is not None:
                 raise self.data_parallel.hook_failure  # fails the step on all ranks of the pipeline
 
+    def _mean_over_batches(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient of a divided parameter for the mean of the tp group's losses.
+
+        Autograd has that of their sum. It is divided before it is added to earlier gradients: these
+        may be means over replicas already.
+        """
+        return gradient / self._batches
+
     def outside_step(self, result: torch.Tensor) -> torch.Tensor:
         """Returns what the model has computed outside a step, for the script.
 
@@ -672,9 +685,8 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that calls a method, and does nothing once its object is gone."""
     reference = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> None:
+    def call(*args: Any) -> Any:
         bound = reference()
-        if bound is not None:
-            bound(*args)
+        return None if bound is None else bound(*args)
 
     return call

@@ -47,6 +47,10 @@ class GradScaler(torch.amp.GradScaler):
         """Calls the optimizer's step unless a gradient is infinite on any rank."""
         if self.is_enabled():
             self._begin()
+            # A fused optimizer would look for infinite gradients itself, among those of this rank
+            # only. Without this it is treated like any other.
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: Any = None) -> None:

@@ -190,14 +190,23 @@ def _clip_grad_norm(
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     model = state.current_model()
     own = set() if model is None else {id(parameter) for parameter in model.parameters()}
-    if not any(isinstance(one, Shard) or id(one) in own for one in given):
+    masters = None if model is None else model.runtime.stand_ins
+    if masters is not None and masters.half:
+        own |= {id(master) for master in masters.masters()}
+    # A rank may have none of the parameters that others have, and still has to take part.
+    if given and not any(isinstance(one, Shard) or id(one) in own for one in given):
         found: torch.Tensor = _original_clip(
             given, max_norm, norm_type, error_if_nonfinite, foreach
         )
         return found
     _check_outside_step()
     sharding = None if model is None else model.runtime.sharding
-    if sharding is not None:
+    if masters is not None and masters.half:
+        # Gradients of parameters are scaled; those of masters are what the optimizer uses. After an
+        # overflow the norm is not finite, and the optimizer uses none.
+        masters.prepare()
+        given = masters.masters_of(given)
+    elif sharding is not None:
         given = [sharding.local(one) for one in given]
     total = global_norm(given, norm_type)
     if error_if_nonfinite and not total.isfinite():

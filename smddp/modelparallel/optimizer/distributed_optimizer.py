@@ -247,8 +247,17 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
 
     @staticmethod
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        """Adds a group as the optimizer's own method does, and puts stand-ins into it."""
+        """Adds a group as the optimizer's own method does, and puts stand-ins into it.
+
+        Raises:
+            ValueError: another group has one of its parameters.
+        """
+        present = set(self._smp_state.indices())
         type(self).add_param_group(self, param_group)
+        # The optimizer's own check sees stand-ins, not the parameters for which they stand.
+        if any(id(parameter) in present for parameter in self.param_groups[-1]["params"]):
+            del self.param_groups[-1]
+            raise ValueError("some parameters appear in more than one parameter group")
         model = state.current_model()
         if model is not None and model.partitioned:
             self._smp_state.adopt(model.runtime.placement, model.runtime.sharding)

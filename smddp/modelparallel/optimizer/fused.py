@@ -53,8 +53,6 @@ class FusedAdam(torch.optim.Adam):
             fused=True,
             decoupled_weight_decay=adam_w_mode,
         )
-        # Scalers would leave infinite gradients to the kernel, which sees those of this rank only.
-        self._step_supports_amp_scaling = False
 
 
 class _Optimizer(torch.optim.Optimizer):

@@ -121,7 +121,7 @@ class Shards:
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
             if not failed:
                 for owner, parameters in enumerate(self._parameters):
-                    self._broadcast([p.detach() for p in parameters if p.requires_grad], owner)
+                    self._broadcast([p.detach() for p in parameters if _may_step(p)], owner)
         except RuntimeError as error:
             if failure is not None:
                 raise failure from None
@@ -140,6 +140,14 @@ class Shards:
     def _broadcast(self, tensors: list[torch.Tensor], owner: int) -> None:
         if tensors:
             dist._broadcast_coalesced(self.group, tensors, _BUCKET, owner)  # type: ignore[attr-defined]
+
+
+def _may_step(parameter: nn.Parameter) -> bool:
+    """Says whether an optimizer may change a parameter: not one that is frozen.
+
+    It steps one that a script has frozen since the last backward pass, whose gradient is there.
+    """
+    return parameter.requires_grad or parameter.grad is not None
 
 
 def check_complete(parts: Sequence[Mapping[str, Any]]) -> None:

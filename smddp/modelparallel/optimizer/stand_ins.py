@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -121,9 +121,9 @@ class StandIns:
         optimizer: Any = self._optimizer()
         for group in optimizer.param_groups:
             for place, parameter in enumerate(group["params"]):
-                owned = placement.owns(parameter) and parameter.is_floating_point()
                 known = id(parameter) in self._originals or id(parameter) in self._elsewhere
-                if known or not owned:
+                has_gradient = parameter.is_floating_point() or parameter.is_complex()
+                if known or not (placement.owns(parameter) and has_gradient):
                     continue
                 if not steps(parameter):
                     dtype = torch.float32 if parameter.dtype in HALF else parameter.dtype
@@ -198,6 +198,7 @@ class StandIns:
 
     def _unscale(self, gradients: list[torch.Tensor]) -> None:
         found = torch.zeros(1, device=self._device)
+        gradients = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
         if gradients:
             inverse = torch.full((1,), 1.0 / self.scaler.loss_scale, device=self._device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
@@ -211,6 +212,15 @@ class StandIns:
     def masters(self) -> list[Any]:
         """Returns what has the unscaled gradients."""
         return [row.stand_in for row in self._rows]
+
+    def masters_of(self, parameters: Iterable[Any]) -> list[Any]:
+        """Returns what has the unscaled gradients of parameters; for a master, itself.
+
+        Parameters that the optimizer does not have, or that live elsewhere, have none.
+        """
+        found = {id(row.parameter): row.stand_in for row in self._rows}
+        found.update((id(row.stand_in), row.stand_in) for row in self._rows)
+        return [found[id(one)] for one in parameters if id(one) in found]
 
     def step(self, inner: Callable[[], Any]) -> Any:
         """Steps the optimizer and copies masters to what they stand for; not after an overflow.

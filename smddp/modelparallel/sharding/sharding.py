@@ -225,9 +225,7 @@ class Sharding:
             return None
         divided = division_of(parameter) is not None
         group = self.groups.across_divided if divided else self.groups.across
-        # The sum over a sharding group is a mean already.
-        holders = self._holders(parameter)
-        return Ranks(group, group.size(), group.size() * holders.losses // holders.size)
+        return Ranks(group, group.size())
 
     # --- a step -----------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from smddp.modelparallel.pipeline import executor as executor_module
 from smddp_smp.config import ENVIRONMENT_VARIABLE
 from smddp_smp.errors import (
     SMPConfigurationError,
+    SMPError,
     SMPInitializationError,
     SMPMicrobatchError,
     SMPPartitionError,
@@ -1076,3 +1077,72 @@ def test_a_call_that_fails_on_another_rank_names_no_missing_rank() -> None:
     assert waited.startswith(
         "SMPPeerError: state_dict failed, though ranks 0-1 of the job have called it: "
     )
+
+
+def fails_outside_a_step() -> float:
+    """A backward pass fails when it has given one parameter its gradient; the next one does not."""
+    smp.init({"partitions": 1, **MANUAL})
+    layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
+    for parameter in layers.parameters():
+        nn.init.ones_(parameter)
+    model = smp.DistributedModel(layers)
+    x = torch.full((2, 4), float(1 + smp.rank()))
+
+    def fail(_: Any) -> None:
+        raise ZeroDivisionError
+
+    def spoil(_: Any, __: Any, result: torch.Tensor) -> None:
+        result.register_hook(fail)  # type: ignore[no-untyped-call]
+
+    inner = layers[0].register_forward_hook(spoil)
+    with pytest.raises(ZeroDivisionError):
+        model(x).sum().backward()
+    inner.remove()
+    assert layers[1].weight.grad is not None
+    assert layers[0].weight.grad is None
+    model.zero_grad()
+    model(x).sum().backward()
+    return float(layers[0].weight.grad[0, 0])
+
+
+def test_gradients_are_reduced_after_a_failed_backward_pass_outside_a_step() -> None:
+    # Each row of ones gives 1 on rank 0, 2 on rank 1; there are two.
+    assert check_ranks(fails_outside_a_step, "2") == [3.0, 3.0]
+
+
+def fails_when_gradients_are_there(views: bool) -> list[list[float]]:
+    """A step fails on one rank; before and after it, gradients accumulate."""
+    smp.init({"partitions": 1, **MANUAL})
+    torch.manual_seed(0)
+    module = nn.Linear(4, 4)
+    model = smp.DistributedModel(module, gradient_as_bucket_view=views)
+    found = []
+    for number in range(3):
+        x = torch.full((8, 4), float(1 + smp.rank() + number))
+        if number == 1:
+            with pytest.raises(SMPError):
+                spoilt_at_its_end(model, x, smp.rank() == 1)
+        else:
+            spoilt_at_its_end(model, x, False)
+        found.append([float(p.grad.sum()) for p in module.parameters() if p.grad is not None])
+    return found
+
+
+@smp.step
+def spoilt_at_its_end(model: Any, x: torch.Tensor, spoils: bool) -> None:
+    model.backward(model(x).square().mean())
+    if spoils:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_gradients_from_before_a_failed_step_stay(views: bool) -> None:
+    torch.manual_seed(0)
+    module, wanted = nn.Linear(4, 4), []
+    for number in range(3):
+        for rank in range(2) if number != 1 else ():
+            x = torch.full((8, 4), float(1 + rank + number))
+            (module(x).square().mean() / 2).backward()
+        grads = [p.grad for p in module.parameters() if p.grad is not None]
+        wanted.append([pytest.approx(float(grad.sum()), rel=1e-5) for grad in grads])
+    assert check_ranks(fails_when_gradients_are_there, "2", views) == [wanted] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from ranks import check_ranks
 from smp.zoo import device
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_  # before smp.init, as scripts do
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.optimizer.loss_scale import DynamicLossScaler, LossScaler, make_scaler
@@ -21,6 +23,11 @@ from smddp_smp.errors import SMPUsageError
 WIDTH, MICROBATCHES, STEPS = 8, 2, 6
 # At the first scale gradients overflow fp16; the window ends within the test.
 DYNAMIC = {"init_scale": 2.0**20, "scale_window": 2, "min_scale": 2.0}
+SHARDED = {
+    "sharded_data_parallel_degree": 2,
+    "sdp_param_persistence_threshold": 1,
+    "sdp_gradient_clipping": 1e9,
+}
 
 
 class Net(nn.Module):
@@ -151,6 +158,79 @@ def test_half_precision_takes_one_optimizer(first: bool) -> None:
     check_ranks(two_halves, "1", first)
 
 
+class Waves(nn.Module):
+    """Has a complex parameter, which keeps its dtype in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.wave = nn.Parameter(torch.full((WIDTH,), 1 + 2j))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).float() * (self.wave * self.wave.conj()).real
+
+
+@smp.step
+def wave_step(model: Any, x: Tensor) -> None:
+    model.backward(model(x).square().mean())
+
+
+def waves(divided: bool) -> list[Any]:
+    """Returns the norm of gradients and the complex parameter, after an overflow and a step."""
+    config = {"ddp": True, "microbatches": MICROBATCHES, "fp16": True}
+    smp.init({"partitions": 1, **config, "shard_optimizer_state": divided})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Waves())
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = smp.DistributedOptimizer(inner, static_loss_scale=64.0)
+    found: list[Any] = []
+    for spoils in (True, False):
+        optimizer.zero_grad()
+        wave_step(model, batch(0, 0)[1])
+        if spoils:
+            model.get_module().wave.grad[0] = complex(0, math.inf)
+        found.append(float(optimizer.clip_master_grads(0.5)))
+        optimizer.step()
+        found.append(model.get_module().wave.detach().cpu().clone())
+    return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("divided", [False, True])
+def test_complex_parameters_step_with_unscaled_gradients(divided: bool) -> None:
+    torch.manual_seed(0)
+    model = Waves().to(device())
+    model(batch(0, 0)[1]).square().mean().backward()
+    norm = float(clip_grad_norm_(model.parameters(), 0.5))
+    before = model.wave.detach().cpu().clone()
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    wanted = [-1.0, before, norm, model.wave.detach().cpu()]
+    for found in check_ranks(waves, "2", divided):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def added_twice(config: dict[str, Any]) -> None:
+    smp.init({"partitions": 1, "ddp": True, "microbatches": MICROBATCHES, **config})
+    net = Net()
+    model = smp.DistributedModel(net)
+    inner = torch.optim.SGD(net.first.parameters(), lr=0.1)
+    optimizer = smp.DistributedOptimizer(inner)
+    for again in (net.first[0].weight, optimizer.param_groups[0]["params"][0]):
+        with pytest.raises(ValueError, match="appear in more than one parameter group"):
+            optimizer.add_param_group({"params": [net.words.weight, again]})
+        assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": net.last.parameters(), "lr": 0.01})
+    own = [id(p) for part in (net.first, net.last) for p in part.parameters()]
+    assert optimizer._param_id_to_index() == {key: number for number, key in enumerate(own)}
+    assert model.partitioned
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("config", [{"fp16": True}, SHARDED])
+def test_a_parameter_is_in_one_group(config: dict[str, Any]) -> None:
+    check_ranks(added_twice, "2", config)
+
+
 def state_made_at_once() -> None:
     """Adagrad makes its state when it is created; the squares of small gradients are 0 in fp16."""
     smp.init({"partitions": 1, "ddp": True, "microbatches": MICROBATCHES, "fp16": True})
@@ -183,7 +263,9 @@ def begin(parts: int, seed: int = 0, **config: Any) -> tuple[Any, Any, Any]:
     return model, optimizer, schedule
 
 
-def train(model: Any, optimizer: Any, schedule: Any, steps: range, apex: bool = False) -> list[Any]:
+def train(
+    model: Any, optimizer: Any, schedule: Any, steps: range, apex: bool = False, clips: str = ""
+) -> list[Any]:
     told = []
     for step in steps:
         optimizer.zero_grad()
@@ -191,7 +273,16 @@ def train(model: Any, optimizer: Any, schedule: Any, steps: range, apex: bool = 
         norm = -2.0
         if apex:
             optimizer.update_master_grads()
-        if smp.state.cfg.fp16:
+        if clips:  # by torch's function
+            given = {
+                "parameters": model.parameters(),
+                "masters": (p for group in optimizer.param_groups for p in group["params"]),
+                "used": [p for p in model.local_parameters() if p.grad is not None],
+            }[clips]
+            norm = float(clip_grad_norm_(given, 0.5))
+            assert math.isfinite(norm) != optimizer.overflow
+            norm = -1.0 if optimizer.overflow else norm
+        elif smp.state.cfg.fp16:
             norm = float(optimizer.clip_master_grads(0.5))
         optimizer.step()
         if smp.state.cfg.bf16:
@@ -215,11 +306,21 @@ def half(parts: int, apex: bool, config: dict[str, Any]) -> Any:
     assert all(tensor.grad is None for tensor in (*masters, *mine))
     with pytest.raises(SMPUsageError, match="takes no closure"):
         optimizer.step(lambda: None)
-    state = dict(model.state_dict())
+    return state_of(model), told
+
+
+def state_of(model: Any) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = dict(model.state_dict())
     if smp.rdp_rank():
         # Each replica has its own statistics until the next step begins.
         state = {name: value for name, value in state.items() if "running" not in name}
-    return state, told
+    return state
+
+
+def clipped_by_torch(parts: int, clips: str, config: dict[str, Any]) -> Any:
+    model, optimizer, schedule = begin(parts, **config)
+    told = train(model, optimizer, schedule, range(STEPS), clips=clips)
+    return state_of(model), told
 
 
 def check_state(found: Any, expected: dict[str, Tensor], **tolerances: float) -> None:
@@ -258,6 +359,29 @@ def test_a_rank_without_parameters_goes_along() -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("clips", "parts", "config"),
+    [
+        *[("parameters", 2, {}), ("masters", 2, {}), ("used", 2, {})],
+        ("parameters", 1, {"shard_optimizer_state": True}),
+        ("masters", 1, {"shard_optimizer_state": True}),
+        ("parameters", 1, SHARDED),
+        ("masters", 1, SHARDED),
+    ],
+)
+def test_torch_clips_what_the_optimizer_uses(
+    clips: str, parts: int, config: dict[str, Any]
+) -> None:
+    degree = config.get("sharded_data_parallel_degree", 1)
+    expected, told = plainly(torch.float16, DYNAMIC["init_scale"], True, 2 // parts, degree=degree)
+    arguments = {"dynamic_loss_scale": True, **DYNAMIC}
+    given = {"arguments": arguments, **config}
+    for state, found in check_ranks(clipped_by_torch, "2", parts, clips, given):
+        assert found == told
+        check_state(state, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(("replicas", "sharded"), [(2, False), (2, True), (4, True)])
 def test_bf16_is_the_same_without_a_scale(replicas: int, sharded: bool) -> None:
     """bf16 needs sharded data parallelism, which clips in the optimizer's step."""
@@ -275,9 +399,7 @@ def test_fp16_with_shards_is_what_a_plain_loop_computes() -> None:
     expected, told = plainly(torch.float16, DYNAMIC["init_scale"], True, 4, degree=2)
     assert any(overflow for overflow, *_ in told)
     arguments = {"dynamic_loss_scale": True, **DYNAMIC}
-    sdp = {"sdp_param_persistence_threshold": 1, "sdp_gradient_clipping": 1e9}
-    config = {"sharded_data_parallel_degree": 2, "arguments": arguments, **sdp}
-    for state, found in check_ranks(half, "4", 1, True, config):
+    for state, found in check_ranks(half, "4", 1, True, {"arguments": arguments, **SHARDED}):
         assert found == told
         check_state(state, expected, rtol=1e-3, atol=1e-4)
 

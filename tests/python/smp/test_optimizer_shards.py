@@ -285,6 +285,33 @@ def test_groups_may_be_added_and_closures_used() -> None:
         torch.testing.assert_close(divided, whole, rtol=0, atol=0)
 
 
+def frozen_late(half: bool) -> list[dict[str, Tensor]]:
+    """A layer is frozen after the backward pass, so the optimizer steps it once more."""
+    found = []
+    for divided in (False, True):
+        smp.init({**CONFIG, "partitions": 1, "shard_optimizer_state": divided, "fp16": half})
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        model = smp.DistributedModel(net)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+        for step in range(2):
+            train_step(model, batch(step))
+            net[0].requires_grad_(False)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(values(model))
+        del model, optimizer, net
+        gc.collect()
+        smp.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_what_is_frozen_before_the_step_is_the_same_on_all_replicas(half: bool) -> None:
+    for whole, divided in check_ranks(frozen_late, "2", half):
+        torch.testing.assert_close(divided, whole, rtol=0, atol=0)
+
+
 class Fragile(torch.optim.SGD):
     """Fails on one rank."""
 

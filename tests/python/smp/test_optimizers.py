@@ -256,3 +256,24 @@ def test_clipping_is_that_of_torch_with_every_norm() -> None:
                     if grad.shape != part.shape:
                         part = part.flatten().chunk(2)[rank]
                     torch.testing.assert_close(grad, part, rtol=1e-4, atol=1e-7)
+
+
+def clipped_above() -> list[float]:
+    """Clips what has a gradient: one partition has nothing of that."""
+    smp.init({**MANUAL, "partitions": 2})
+    module = layers(1)
+    module[0].requires_grad_(False)
+    model = smp.DistributedModel(module)
+    train(model, batch(0))
+    used = [p for p in model.parameters() if p.requires_grad and p.grad is not None]
+    norms = [float(clip_grad_norm_(used, max_norm)) for max_norm in (0.25, 9.0)]
+    return [len(used), *norms]
+
+
+def test_a_rank_may_have_nothing_to_clip() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    (model(batch(0)).square().mean() * 20).backward()
+    right = float(torch.nn.utils.get_total_norm([p.grad for p in model[2].parameters()]))
+    wanted = [pytest.approx(right, rel=1e-5), pytest.approx(0.25, rel=1e-4)]
+    assert check_ranks(clipped_above, "2") == [[0, *wanted], [2, *wanted]]

@@ -57,10 +57,10 @@ class Net(nn.Module):
 MANUAL = {"auto_partition": False, "default_partition": 0, "ddp": True, "microbatches": 4}
 
 
-def build(seed: int = 0) -> tuple[Any, Any]:
+def build(seed: int = 0, kind: Any = torch.optim.SGD, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     model = smp.DistributedModel(Net())
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = smp.DistributedOptimizer(kind(model.parameters(), lr=0.1, **options))
     return model, optimizer
 
 
@@ -225,10 +225,10 @@ def test_steps_are_the_same_for_any_number_of_partitions(tmp_path: Path) -> None
     assert len(set(rows)) == len(rows), "microbatches share random numbers"
 
 
-def scaled(pp: int) -> list[Any]:
+def scaled(pp: int, kind: Any, options: dict[str, Any]) -> list[Any]:
     """After an overflow on one rank all ranks skip the step, and have equal scales."""
     smp.init({"partitions": pp, **MANUAL})
-    model, optimizer = build()
+    model, optimizer = build(0, kind, **options)
     scaler = smp.amp.GradScaler(init_scale=2.0**10, growth_interval=2)
 
     @smp.step
@@ -263,9 +263,19 @@ def scaled(pp: int) -> list[Any]:
     return seen
 
 
-def test_grad_scaler_skips_together() -> None:
+# A fused optimizer of torch has its own way to look for infinite gradients.
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {}),
+        (torch.optim.AdamW, {"fused": True}),
+        (smp.optimizers.FusedAdam, {}),
+    ],
+    ids=["sgd", "fused", "FusedAdam"],
+)
+def test_grad_scaler_skips_together(kind: Any, options: dict[str, Any]) -> None:
     expected = [(True, 1024.0), (False, 512.0), (True, 512.0), (True, 1024.0)]
-    for rank in check_ranks(scaled, "2", 2):
+    for rank in check_ranks(scaled, "2", 2, kind, options):
         assert rank == expected
 
 

@@ -191,6 +191,59 @@ def test_training_is_that_of_one_process(
                 check_close(result["optimizer"][index][key].cpu(), value, f"{key} of {index}")
 
 
+def accumulated(config: dict[str, Any], outside: bool) -> dict[str, Any]:
+    """Adds up the gradients of two steps, each of which reduces them over replicas."""
+    smp.init({"ddp": True, "microbatches": MICROBATCHES, **config})
+    model = smp.DistributedModel(Model(DistributedLinear, DistributedEmbedding))
+    model.load_state_dict(ordinary().state_dict())
+    number = smp.rdp_rank() if config.get("prescaled_batch") else smp.dp_rank()
+    for step in range(2):
+        ids = batch_of(step, number).to(device())
+        if outside:
+            loss_of(model(ids), ids).backward()
+        else:
+            train(model, ids)
+    return {
+        "number": number,
+        "tp": (smp.tp_rank(), smp.tp_size()),
+        "norm": float(smp.clip_grad_norm(1e9)),
+        "gradients": {
+            name: p.grad.cpu()
+            for name, p in model.local_named_parameters()
+            if model.runtime.sharding is None
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "outside"),
+    [
+        ({}, "2", False),
+        ({}, "2", True),
+        ({}, "4", False),
+        ({"prescaled_batch": True}, "4", True),
+        (SHARDED, "4", False),
+    ],
+)
+def test_gradients_accumulate_over_steps(
+    config: dict[str, Any], layout: str, outside: bool
+) -> None:
+    results = check_ranks(accumulated, layout, {"tensor_parallel_degree": 2, **config}, outside)
+    oracle, batches = ordinary(), 1 + max(result["number"] for result in results)
+    for step in range(2):
+        for ids in (batch_of(step, number) for number in range(batches)):
+            (loss_of(oracle(ids), ids) / batches).backward()
+    wanted = {name: p.grad for name, p in oracle.named_parameters() if p.grad is not None}
+    norm = float(nn.utils.get_total_norm(wanted.values()))
+    for rank, result in enumerate(results):
+        check_close(result["norm"], norm, f"norm of rank {rank}")
+        place, size = result["tp"]
+        for name, value in result["gradients"].items():
+            is_part = value.shape != wanted[name].shape
+            mine = wanted[name].chunk(size, 1)[place] if is_part else wanted[name]
+            check_close(value, mine, f"{name} on rank {rank}")
+
+
 class WithDropout(nn.Module):
     """Dropout of whole features, which all ranks of a tp group have to do alike."""
 
