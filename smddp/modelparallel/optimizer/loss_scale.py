@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from smddp_smp.errors import SMPUsageError
 
@@ -18,6 +18,9 @@ class LossScaler:
         loss_scale: the factor by which a loss is multiplied before its backward pass.
     """
 
+    # What changes from step to step, and so has to be saved; the script gives the other values.
+    _saved: ClassVar[tuple[str, ...]] = ()
+
     def __init__(self, loss_scale: float = 1.0) -> None:
         self.loss_scale = float(loss_scale)
 
@@ -30,11 +33,12 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what has to be saved."""
-        return dict(vars(self))
+        return {name: getattr(self, name) for name in self._saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copies those values of another scaler that this one has, too."""
-        vars(self).update({name: state[name] for name in vars(self) if name in state})
+        """Takes over what a scaler of the same kind has saved; does nothing with another kind's."""
+        if all(name in state for name in self._saved):
+            vars(self).update({name: state[name] for name in self._saved})
 
 
 class DynamicLossScaler(LossScaler):
@@ -52,6 +56,8 @@ class DynamicLossScaler(LossScaler):
     Raises:
         SMPUsageError: a value is out of range.
     """
+
+    _saved = ("loss_scale", "good_steps", "tolerance")
 
     def __init__(
         self,
@@ -92,11 +98,6 @@ class DynamicLossScaler(LossScaler):
             self.tolerance = self._shift
         if grows:
             self.loss_scale *= self._factor
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what changes from step to step; the script gives the other values."""
-        names = ("loss_scale", "good_steps", "tolerance")
-        return {name: getattr(self, name) for name in names}
 
 
 def make_scaler(static: float, dynamic: bool, arguments: Mapping[str, Any]) -> LossScaler:

@@ -625,6 +625,12 @@ def test_scalers_are_what_the_arguments_say() -> None:
     again = make_scaler(1.0, True, {"dynamic_loss_args": None})
     again.load_state_dict(scaler.state_dict())
     assert again.loss_scale == 4
+    # Another kind of scaler keeps what the arguments say.
+    static = make_scaler(8.0, False, {})
+    static.load_state_dict(scaler.state_dict())
+    again.load_state_dict(static.state_dict())
+    again.load_state_dict({"loss_scale": 1.0})
+    assert (static.loss_scale, again.loss_scale) == (8, 4)
     with pytest.raises(SMPUsageError, match="no argument windows; those of dynamic loss scales"):
         make_scaler(1.0, True, {"windows": 3})
     with pytest.raises(SMPUsageError, match="scale_factor must be more than 1"):
