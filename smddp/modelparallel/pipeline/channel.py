@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from smddp import _C
+from smddp.modelparallel.common.backend import backend_of
 from smddp.modelparallel.pipeline.protocol import Kind, Message
 from smddp_smp.failure import summary
 
@@ -80,7 +81,7 @@ class Channel:
         self.broken: dict[int, Exception] = {}
         self._all_ended = threading.Event()
         self._ended_peers = set(self.peers)
-        backend: Any = group._get_backend(torch.device("cpu"))
+        backend = backend_of(group, "cpu")
         self._streams: _Streams
         if isinstance(backend, _C.ProcessGroup):
             self._streams = _MailboxStreams(backend)
