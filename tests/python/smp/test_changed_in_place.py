@@ -182,6 +182,43 @@ def test_results_have_the_values_of_the_time_of_the_return(count: int) -> None:
         assert found == alone
 
 
+@smp.step
+def scaled(model: Any, x: Tensor) -> Tensor:
+    """Changes its part of the batch, of which autograd keeps other parts for backward passes."""
+    x.div_(2)
+    y: Tensor = model(x)
+    model.backward(y.square().sum())
+    return y
+
+
+def _scaled(pp: int, count: int) -> list[Any]:
+    _start(pp)
+    first, second = nn.Linear(count, 2), nn.Linear(2, 2)
+    model = smp.DistributedModel(nn.Sequential(first, second))
+    smp.set_partition(first, 0)
+    smp.set_partition(second, pp - 1)
+    found: list[Any] = []
+    for step in range(STEPS):
+        model.zero_grad()
+        x = torch.linspace(step, 1, MICROBATCHES * count).view(MICROBATCHES, count)
+        found.append(scaled(model, x).concat().tolist())
+        found.append({name: p.grad.tolist() for name, p in model.local_named_parameters()})
+        found.append(x[:, :2].tolist())
+    return found
+
+
+def test_a_body_may_change_its_part_of_the_batch() -> None:
+    (alone,) = check_ranks(_scaled, "1", 1, SMALL)
+    both = check_ranks(_scaled, "2", 2, SMALL)
+    for place, expected in enumerate(alone):
+        if isinstance(expected, dict):
+            assert {**both[0][place], **both[1][place]} == expected, place
+        elif place % 3 == 0:
+            assert both[0][place] == both[1][place] == expected, place
+        else:  # the bodies run on rank 0
+            assert both[0][place] == expected, place
+
+
 class Sharing(nn.Module):
     """The gradients of its argument and of its parameter are the same memory."""
 

@@ -119,6 +119,30 @@ def test_tensors_are_divided_wherever_they_are() -> None:
         assert kwargs["mask"].origin == "y"
 
 
+def test_parts_are_independent_of_each_other() -> None:
+    x, weight = torch.arange(8.0), torch.tensor(3.0, requires_grad=True)
+    (_, first), (_, second) = (args for args, _ in split("m", x))
+    squared = first * weight
+    second.div_(2)  # not seen by what autograd has saved of the first part
+    squared.sum().backward()
+    first.mul_(weight).sum().backward()  # into memory that is the batch's, as in plain torch
+    assert weight.grad == 2 * (0 + 1 + 2 + 3)
+    assert x.tolist() == [0, 3, 6, 9, 2, 2.5, 3, 3.5]
+
+
+def test_gradients_reach_a_batch_that_requires_them() -> None:
+    x = torch.arange(4.0, requires_grad=True)
+    for number, (args, _) in enumerate(split("m", x)):
+        (args[1] * (number + 1)).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1, 1, 2, 2]
+
+
+def test_empty_tensors_are_divided_into_empty_ones() -> None:
+    parts = split("m", torch.zeros(3, 0), axes={"data": 1}, count=3)
+    assert [args[1].shape for args, _ in parts] == [(3, 0)] * 3
+
+
 def test_exceptions_from_division() -> None:
     x = torch.arange(12).reshape(2, 6)
     scale = torch.tensor(2.0)
