@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from smddp import _C
 from smddp.modelparallel.common.backend import backend_of
+from smddp.modelparallel.pipeline.pickling import dumps
 from smddp.modelparallel.pipeline.protocol import Kind, Message
 from smddp_smp.failure import summary
 
@@ -106,7 +107,7 @@ class Channel:
         if any(tensor is not None and _is_away(tensor) for tensor in tensors):
             devices = [None if tensor is None else tensor.device.type for tensor in tensors]
             tensors = [None if tensor is None else _moved(tensor, "cpu") for tensor in tensors]
-        pickled = pickle.dumps((int(kind), header, devices), pickle.HIGHEST_PROTOCOL)
+        pickled = dumps((int(kind), header, devices))
         self._streams.send(peer, pickled, tensors, kind == Kind.END)
 
     def open(self) -> None:

@@ -66,6 +66,7 @@ class Sliced:
         [torch.zeros(1), (torch.ones(1), None)],
         {"a": torch.zeros(2), 3: [True, 1, 1.5, "x"]},
         Pair(torch.zeros(1), 2),
+        torch.randn(2, 2).max(dim=0),
         Named(torch.zeros(1)),
         Output(loss=torch.zeros(()), logits=torch.ones(2)),
         collections.defaultdict(list, {"a": torch.zeros(1)}),
