@@ -69,6 +69,14 @@ class Changes(nn.Module):
             y = self.second(h * 1)  # sends the call before it
             h.add_(100)
             return y + z
+        if self.way == "late":
+            with torch.autocast("cpu"):
+                z = self.third(h)
+            y = self.second(h * 1)  # sends the call before it
+            h.add_(100)
+            with torch.autocast("cpu"):
+                z = self.third(z)  # fetches the result of that call
+            return y + z
         y = self.second(h)
         if self.way == "view":
             h[0].add_(100)
@@ -112,7 +120,7 @@ def _arguments(pp: int, way: str, count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("count", [SMALL, LARGE])
-@pytest.mark.parametrize("way", ["tensor", "view", "ambient", "array"])
+@pytest.mark.parametrize("way", ["tensor", "view", "ambient", "late", "array"])
 def test_arguments_have_the_values_of_the_time_of_the_call(way: str, count: int) -> None:
     (alone,) = check_ranks(_arguments, "1", 1, way, count)
     both = check_ranks(_arguments, "2", 2, way, count)
