@@ -120,6 +120,20 @@ def test_tensors_are_divided_wherever_they_are() -> None:
         assert kwargs["mask"].origin == "y"
 
 
+def test_arguments_reach_the_parameters_that_they_are_for() -> None:
+    def several(a: Any, /, b: Any = 1, c: Any = 2, *rest: Any, d: Any = 3, **more: Any) -> Any:
+        return a, b, c, rest, d, more
+
+    for args, kwargs in (
+        ((0,), {"c": 5}),
+        ((0,), {"c": 5, "d": 6, "e": 7}),
+        ((0, 4), {"d": 6}),
+        ((0, 4, 5, 8, 9), {"e": 7}),
+    ):
+        for found in split_arguments(several, args, kwargs, 2, (), {}):
+            assert several(*found[0], **found[1]) == several(*args, **kwargs)
+
+
 def test_parts_are_independent_of_each_other() -> None:
     x, weight = torch.arange(8.0), torch.tensor(3.0, requires_grad=True)
     (_, first), (_, second) = (args for args, _ in split("m", x))
