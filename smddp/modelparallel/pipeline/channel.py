@@ -178,7 +178,7 @@ def _message(pickled: bytes, tensors: list[Any]) -> Message:
     """Returns what `Channel.send` was given; tensors of a device are on this thread's device."""
     try:
         kind, header, devices = pickle.loads(pickled)
-    except Exception as error:  # of an object of the script
+    except BaseException as error:  # of an object of the script; signals raise elsewhere
         return Message(Kind.UNREADABLE, summary(error), [])
     if devices is not None:
         tensors = [
