@@ -51,6 +51,11 @@ class Ended(NamedTuple):
 # What has come, and the rank of its sender in the pipeline.
 Arrival = tuple[int, Message | Ended]
 
+_NESTED = (
+    "smp cannot send nested tensors between ranks. In eval mode nn.TransformerEncoder makes them "
+    "of a padding mask, unless it was created with enable_nested_tensor=False"
+)
+
 # How many bytes of a message `_ThreadStreams` receives before it knows the length.
 _FIRST_BYTES = 8192
 
@@ -108,7 +113,12 @@ class Channel:
             devices = [None if tensor is None else tensor.device.type for tensor in tensors]
             tensors = [None if tensor is None else _moved(tensor, "cpu") for tensor in tensors]
         pickled = dumps((int(kind), header, devices))
-        self._streams.send(peer, pickled, tensors, kind == Kind.END)
+        try:
+            self._streams.send(peer, pickled, tensors, kind == Kind.END)
+        except RuntimeError as error:
+            if any(tensor is not None and tensor.is_nested for tensor in tensors):
+                raise TypeError(_NESTED) from error
+            raise
 
     def open(self) -> None:
         """Begins a step on all streams."""

@@ -113,6 +113,39 @@ def test_objects_that_do_not_pickle() -> None:
             assert "cannot be sent" in text
 
 
+def nested() -> list[str]:
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    module = nn.TransformerEncoder(layer, 2)
+    model = smp.DistributedModel(module)
+    smp.set_partition(module.layers[1], 1)
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor, mask: Any = None, returns: bool = False) -> Any:
+        y = model(x, src_key_padding_mask=mask)
+        return torch.nested.nested_tensor([y[0]]) if returns else y
+
+    model.eval()
+    x = torch.ones(4, 3, 4)
+    mask = torch.tensor([[False, False, True]] * 4)
+    texts = []
+    with torch.no_grad():
+        for more in ({"mask": mask}, {"returns": True}):
+            step(model, x)
+            with pytest.raises(SMPMicrobatchError) as caught:
+                step(model, x, **more)
+            texts.append(str(caught.value))
+        step(model, x)
+    return texts
+
+
+def test_nested_tensors() -> None:
+    for texts in check_ranks(nested, "2"):
+        for text in texts:
+            assert "TypeError: smp cannot send nested tensors" in text
+            assert "enable_nested_tensor=False" in text
+
+
 class Modes(nn.Module):
     """Sets a batch norm to eval in its forward method, and its neighbour if it is told to."""
 
