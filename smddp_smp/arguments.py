@@ -65,14 +65,18 @@ def bind(
 
 def entries(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any, bool]]:
     """Yields (name, value, is it positional?) of every argument."""
-    for name, value in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
+    skipped = False  # has an argument been left to its default? Those after it need their names
+    for name, parameter in bound.signature.parameters.items():
+        if name not in bound.arguments:
+            skipped = True
+            continue
+        value, kind = bound.arguments[name], parameter.kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
             yield from ((name, item, True) for item in value)
         elif kind is inspect.Parameter.VAR_KEYWORD:
             yield from ((entry, item, False) for entry, item in value.items())
         else:
-            yield name, value, kind is not inspect.Parameter.KEYWORD_ONLY
+            yield name, value, kind is not inspect.Parameter.KEYWORD_ONLY and not skipped
 
 
 def not_of_the_batch(name: str) -> str:

@@ -115,7 +115,11 @@ def summary(error: BaseException) -> str:
 
 
 def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+    try:
+        text = str(error)
+    except BaseException as other:  # all ranks would wait for one that cannot say why it failed
+        text = f"(its text cannot be made: {type(other).__name__})"
+    return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def choose(failures: Sequence[Failure]) -> Failure:
@@ -164,12 +168,12 @@ def describe(microbatch: int, rank: int, error: BaseException) -> Failure:
         error: the exception.
     """
     notes: list[str] = getattr(error, "__notes__", [])
-    text = "\n".join([_said(error), *notes])
+    text = "\n".join([_said(error), *map(str, notes)])
     trace = "".join(traceback.format_exception(error))
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
-    except Exception:
+    except BaseException:  # of code of the script
         pickled = None
     order_matters = isinstance(error, OrderMattersError)
     wrong = StructureChangedError, ArgumentChangedError, PlanChangedError, CallsDifferError

@@ -375,6 +375,7 @@ def _be_rank(run: _Run, work: Callable[[], Any], rank: int, folder: Path) -> NoR
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.environ.update(run.environments[rank])
+    dist.set_debug_level_from_env()  # the nursery's import of torch has read it before
     if run.namespaces is not None:
         run.namespaces[rank].enter()
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"

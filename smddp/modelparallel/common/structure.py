@@ -11,7 +11,7 @@ A structure is a tuple that begins with a letter:
     ("c", value, type)      a plain constant
     ("o", i)                object i: anything else, such as a float or a large int
     ("l" | "u" | "s", children)             list, tuple, set
-    ("n", class, children)                  named tuple
+    ("n", class, children)                  named tuple, or one of torch's, as `max(dim=0)` returns
     ("d", class, keys, children)            dict, UserDict
     ("a", class, names, children)           dataclass
 """
@@ -86,7 +86,10 @@ def flatten(
         items = value.data
         children = tuple([flatten(item, tensors, objects, whole) for item in items.values()])
         return ("d", (kind, _Like(value)), tuple(items), children)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    # Those of torch are structure sequences of C, which `torch.return_types` has.
+    if isinstance(value, tuple) and (
+        hasattr(value, "_fields") or kind.__module__ == "torch.return_types"
+    ):
         return ("n", kind, tuple([flatten(item, tensors, objects, whole) for item in value]))
     if kind is set:
         # Tensors are hashed by identity, so the order may differ from set to set.
@@ -148,7 +151,8 @@ def rebuild(structure: Structure, tensors: Sequence[Any], objects: Sequence[Any]
     if letter == "s":
         return set(children)
     if letter == "n":
-        return structure[1]._make(children)
+        kind = structure[1]
+        return kind._make(children) if hasattr(kind, "_make") else kind(children)
     like = structure[1][1]
     if letter == "d":
         items = dict(zip(structure[2], children, strict=True))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from smddp import _C
+from smddp.modelparallel.common.backend import backend_of
 from smddp.modelparallel.job.collectives import Collectives
 from smddp_smp.topology import Topology
 
@@ -131,7 +132,7 @@ class Groups:
             if group is None or group is dist.group.WORLD:
                 continue
             for kind in group._device_types:
-                backend = group._get_backend(kind)
+                backend = backend_of(group, kind.type)
                 if isinstance(backend, _C.ProcessGroup):
                     backend.abort_because(reason)
 
@@ -145,7 +146,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Returns the timeout of a group. Without it, new groups would get torch's default."""
     for kind in group._device_types:
         try:
-            timeout: timedelta = group._get_backend(kind).options._timeout
+            timeout: timedelta = backend_of(group, kind.type).options._timeout
         except (AttributeError, RuntimeError):
             continue
         return timeout

@@ -145,7 +145,6 @@ class ModelRuntime:
             "partition": OrderedDict(),
             "step": OrderedDict(),
         }
-        self._training_flags: bytes | None = None
         # How many batches of tensor-parallel ranks a divided parameter is used on.
         self._batches = 1 if state.cfg.prescaled_batch else topology.tp_size
         # Parameters that live here and have been frozen so far.
@@ -539,9 +538,10 @@ class ModelRuntime:
 
     def begin(self, name: str, names: list[str] | None) -> StepBegin:
         """Returns what rank 0 tells the others at the beginning of a step; see `StepModel`."""
-        flags = bytes(module.training for module in self.executor.modules.by_number)
-        changed = None if flags == self._training_flags else flags
-        self._training_flags = flags
+        modules = self.executor.modules
+        flags = bytes(module.training for module in modules.by_number)
+        changed = None if flags == modules.training_flags else flags
+        modules.training_flags = flags
         return StepBegin(self.steps, name, changed, names, self.checkpoints.digest)
 
     def compare(self) -> None:
@@ -573,7 +573,7 @@ class ModelRuntime:
                 "calls of smp.set_activation_checkpointing"
             )
         if begin.training_flags is not None:
-            flags = begin.training_flags
+            flags = self.executor.modules.training_flags = begin.training_flags
             for module, flag in zip(self.executor.modules.by_number, flags, strict=True):
                 module.training = bool(flag)
 

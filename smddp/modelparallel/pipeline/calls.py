@@ -179,7 +179,8 @@ class CallerSide:
         At the end of a frame nobody uses their results. But the calls may change buffers, draw
         random numbers, or fail.
         """
-        if frame.open is not None:
+        # It has no calls if one has failed before it could be added; no results would come.
+        if frame.open is not None and frame.open.seeds:
             frame.open.fetch()
 
     def _graph(self, opened: Collector, alive: list[Lazy]) -> tuple[Graph, int]:

@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 
 from smddp import _C
+from smddp.modelparallel.common.backend import backend_of
+from smddp.modelparallel.pipeline.pickling import dumps
 from smddp.modelparallel.pipeline.protocol import Kind, Message
 from smddp_smp.failure import summary
 
@@ -48,6 +50,11 @@ class Ended(NamedTuple):
 
 # What has come, and the rank of its sender in the pipeline.
 Arrival = tuple[int, Message | Ended]
+
+_NESTED = (
+    "smp cannot send nested tensors between ranks. In eval mode nn.TransformerEncoder makes them "
+    "of a padding mask, unless it was created with enable_nested_tensor=False"
+)
 
 # How many bytes of a message `_ThreadStreams` receives before it knows the length.
 _FIRST_BYTES = 8192
@@ -80,7 +87,7 @@ class Channel:
         self.broken: dict[int, Exception] = {}
         self._all_ended = threading.Event()
         self._ended_peers = set(self.peers)
-        backend: Any = group._get_backend(torch.device("cpu"))
+        backend = backend_of(group, "cpu")
         self._streams: _Streams
         if isinstance(backend, _C.ProcessGroup):
             self._streams = _MailboxStreams(backend)
@@ -105,8 +112,13 @@ class Channel:
         if any(tensor is not None and _is_away(tensor) for tensor in tensors):
             devices = [None if tensor is None else tensor.device.type for tensor in tensors]
             tensors = [None if tensor is None else _moved(tensor, "cpu") for tensor in tensors]
-        pickled = pickle.dumps((int(kind), header, devices), pickle.HIGHEST_PROTOCOL)
-        self._streams.send(peer, pickled, tensors, kind == Kind.END)
+        pickled = dumps((int(kind), header, devices))
+        try:
+            self._streams.send(peer, pickled, tensors, kind == Kind.END)
+        except RuntimeError as error:
+            if any(tensor is not None and tensor.is_nested for tensor in tensors):
+                raise TypeError(_NESTED) from error
+            raise
 
     def open(self) -> None:
         """Begins a step on all streams."""
@@ -176,7 +188,7 @@ def _message(pickled: bytes, tensors: list[Any]) -> Message:
     """Returns what `Channel.send` was given; tensors of a device are on this thread's device."""
     try:
         kind, header, devices = pickle.loads(pickled)
-    except Exception as error:  # of an object of the script
+    except BaseException as error:  # of an object of the script; signals raise elsewhere
         return Message(Kind.UNREADABLE, summary(error), [])
     if devices is not None:
         tensors = [

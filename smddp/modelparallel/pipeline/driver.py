@@ -102,7 +102,8 @@ class Driver:
         """Runs all microbatches, and returns what they have returned.
 
         Raises:
-            SMPUsageError: the arguments cannot be divided, or the results differ in structure.
+            SMPUsageError: the arguments cannot be divided, the results differ in structure, or the
+                body has set modules of other ranks to train or eval.
             Aborted: the step has failed.
         """
         body = self._body
@@ -121,6 +122,7 @@ class Driver:
         self._ambient, self._context = ambient(), contextvars.copy_context()
         self._start_more()
         self._executor.wait_for_finish()
+        self._executor.modules.check_training()
         tensors: list[torch.Tensor] = []
         objects: list[Any] = []
         structures = [flatten(result, tensors, objects) for result in self._results]

@@ -747,9 +747,8 @@ class Executor:
         The task has relied on their structure, and that may be the cause of its failure. If the
         structure is wrong, the owner fails, and its failure comes here before the task's own.
         """
-        if frame.open is not None:
-            with contextlib.suppress(Exception, Aborted):
-                frame.open.fetch()
+        with contextlib.suppress(Exception, Aborted):
+            self.caller.settle(frame)
 
 
 def _prepare_thread() -> Callable[[], None]:

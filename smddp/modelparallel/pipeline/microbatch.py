@@ -93,9 +93,9 @@ def split_arguments(
     """Returns the arguments of each microbatch; those of this function are of `divide_arguments`.
 
     Returns:
-        (positional, named) arguments for each microbatch. Tensors are views of the given ones. An
-        object with a method `smp_slice` is replaced by the result of `smp_slice(count, number,
-        axis)`. Modules and optimizers are not divided.
+        (positional, named) arguments for each microbatch. Tensors share memory with the given
+        ones. An object with a method `smp_slice` is replaced by the result of `smp_slice(count,
+        number, axis)`. Modules and optimizers are not divided.
 
     Raises:
         SMPUsageError: a name is unknown, the function does not take the arguments, or a tensor
@@ -180,7 +180,11 @@ def _divide(name: str, tensor: torch.Tensor, count: int, axis: int) -> list[torc
         )
     drop_last = "drop_last=True in the DataLoader"
     check_divisible(name, tuple(tensor.shape), count, axis, drop_last)
-    return list(tensor.split(tensor.shape[axis] // count, dim=axis))  # type: ignore[no-untyped-call]
+    length = tensor.shape[axis] // count
+    parts = [tensor.narrow(axis, number * length, length) for number in range(count)]
+    # Each counts its own changes in place. Views of one tensor count them together, so a change of
+    # one would look to autograd, and to smp, like a change of all.
+    return parts if tensor.requires_grad else [part.data for part in parts]
 
 
 def collect(results: Sequence[Any], detach: bool) -> Any:

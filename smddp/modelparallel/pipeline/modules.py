@@ -12,7 +12,7 @@ import contextlib
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -148,6 +148,8 @@ class Modules:
         predicts_structures: may callers go on before a result has come, if they know its structure?
             Not in the second attempt of a step.
         in_order: do the microbatches of this step run one after the other?
+        training_flags: one byte per module, 1 for train and 0 for eval, as all ranks have set it at
+            the beginning of this step; None before the first one.
         buffers_read: (number, name) of the buffers here that other ranks have read in this step.
         surroundings: entered around tasks and modules; None for nothing.
         observer: is told which slices run, if there is an order group; None for nobody.
@@ -178,6 +180,7 @@ class Modules:
         self._awaited_before: frozenset[int] = frozenset()  # at the end of the last step
         self.settled = False
         self.in_order = False
+        self.training_flags: bytes | None = None
         self.buffers_read: set[tuple[int, str]] = set()
         self.replaced: Callable[[str], bool] = lambda _: False
         self.surroundings: Surroundings | None = None
@@ -364,6 +367,27 @@ class Modules:
             return self._run_layers(number, seeds, *_forced(args))
         return self._remote(frame, owner, number, _LAYERS, args, {}, seeds)
 
+    def check_training(self, numbers: Iterable[int] | None = None) -> None:
+        """Raises if code of this step has set modules of other ranks to train or eval.
+
+        Args:
+            numbers: of modules that run on other ranks; None for all that live there.
+
+        Raises:
+            SMPUsageError: it has, and these ranks do not know it.
+        """
+        flags = self.training_flags
+        if numbers is None:
+            numbers = [n for n, owner in enumerate(self.owners) if owner not in (None, self._rank)]
+        for number in numbers:
+            training = self.by_number[number].training
+            if flags is not None and training != bool(flags[number]):
+                raise SMPUsageError(
+                    f"module {self.names[number]!r} runs on another rank of the pipeline than the "
+                    f"code that has called its {'train' if training else 'eval'}() in this step, "
+                    "and does not see that. Call train() and eval() before the step, on all ranks"
+                )
+
     def lives_here(self, number: int) -> bool:
         """Says whether calls of a module that are made here run here."""
         return self.owners[number] in (None, self._rank)
@@ -439,6 +463,9 @@ class Modules:
         kwargs: Any,
         seed: Seed = None,
     ) -> Any:
+        reads = method.startswith(_READS)
+        if not reads:
+            self.check_training((number,))
         tensors: list[torch.Tensor] = []
         objects: list[Any] = []
         structure = _flatten_arguments(args, kwargs, tensors, objects)
@@ -449,7 +476,6 @@ class Modules:
         for position, tensor in enumerate(tensors):
             if type(tensor) is Lazy and (tensor.fetch is None or tensor.collector is not collector):
                 tensors[position] = force(tensor)
-        reads = method.startswith(_READS)
         if not reads:
             frame.moment = object()
             self.called(number, method)

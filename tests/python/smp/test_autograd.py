@@ -329,3 +329,99 @@ def test_a_parameter_whose_use_gets_no_gradient(partitions: int, degree: int) ->
                     torch.testing.assert_close(
                         gradient, wanted, msg=lambda m, at=where: f"{at}: {m}"
                     )
+
+
+class Box:
+    """An object of a class that smp does not know."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Packs(nn.Module):
+    """Passes tensors inside other values, of the kind that `way` says."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = Unpacks(way)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a vector or a matrix."""
+        h = self.first(x)
+        if self.way == "argument":
+            h = Box(h)
+        elif self.way == "torch's argument":
+            h = torch.return_types.max((h, h.long()))
+        elif self.way == "parameter":
+            h = Box(self.first.weight)
+        y = self.second(h, Box(h)) if self.way == "not needed" else self.second(h)
+        if self.way == "result":
+            return y.value  # type: ignore[no-any-return]
+        return y.values if self.way == "torch's result" else y  # type: ignore[no-any-return]
+
+
+class Unpacks(nn.Module):
+    """Is on another rank than `Packs`."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any, more: Any = None) -> Any:
+        """Returns what `way` says."""
+        if self.way in ("argument", "parameter"):
+            x = x.value
+        if self.way == "torch's argument":
+            assert isinstance(x, torch.return_types.max)
+            x = x.values
+        y = self.second(x)
+        if self.way == "result":
+            return Box(y)
+        return y.max(dim=1) if self.way == "torch's result" else y
+
+
+def packed(partitions: int, way: str) -> Any:
+    """Returns the gradients of three steps; or, if the first one fails, why."""
+    smp.init(
+        {
+            "partitions": partitions,
+            "microbatches": 2,
+            "auto_partition": False,
+            "default_partition": 0,
+        }
+    )
+    torch.manual_seed(0)
+    module = Packs(way)
+    model = smp.DistributedModel(module)
+    smp.set_partition(module.second, partitions - 1)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Any:
+        model.backward(model(x).square().sum())
+
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        try:
+            step(model, torch.randn(4, WIDTH))
+        except SMPMicrobatchError as error:
+            return str(error)
+        found.append({name: p.grad for name, p in model.local_named_parameters()})
+    return found
+
+
+@pytest.mark.parametrize("way", ["torch's argument", "torch's result", "not needed"])
+def test_gradients_of_tensors_inside_other_values(way: str) -> None:
+    (alone,) = check_ranks(packed, "1", 1, way)
+    one, two = check_ranks(packed, "2", 2, way)
+    for step, expected in enumerate(alone):
+        torch.testing.assert_close({**one[step], **two[step]}, expected)
+
+
+@pytest.mark.parametrize("way", ["argument", "result", "parameter"])
+def test_no_gradient_is_lost_inside_an_object(way: str) -> None:
+    for text in check_ranks(packed, "2", 2, way):
+        assert "SMPUsageError: a gradient reaches a tensor that came from another rank" in text

@@ -69,6 +69,14 @@ class Changes(nn.Module):
             y = self.second(h * 1)  # sends the call before it
             h.add_(100)
             return y + z
+        if self.way == "late":
+            with torch.autocast("cpu"):
+                z = self.third(h)
+            y = self.second(h * 1)  # sends the call before it
+            h.add_(100)
+            with torch.autocast("cpu"):
+                z = self.third(z)  # fetches the result of that call
+            return y + z
         y = self.second(h)
         if self.way == "view":
             h[0].add_(100)
@@ -112,7 +120,7 @@ def _arguments(pp: int, way: str, count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("count", [SMALL, LARGE])
-@pytest.mark.parametrize("way", ["tensor", "view", "ambient", "array"])
+@pytest.mark.parametrize("way", ["tensor", "view", "ambient", "late", "array"])
 def test_arguments_have_the_values_of_the_time_of_the_call(way: str, count: int) -> None:
     (alone,) = check_ranks(_arguments, "1", 1, way, count)
     both = check_ranks(_arguments, "2", 2, way, count)
@@ -180,6 +188,43 @@ def test_results_have_the_values_of_the_time_of_the_return(count: int) -> None:
     (alone,) = check_ranks(_state, "1", 1, count)
     for found in check_ranks(_state, "2", 2, count):
         assert found == alone
+
+
+@smp.step
+def scaled(model: Any, x: Tensor) -> Tensor:
+    """Changes its part of the batch, of which autograd keeps other parts for backward passes."""
+    x.div_(2)
+    y: Tensor = model(x)
+    model.backward(y.square().sum())
+    return y
+
+
+def _scaled(pp: int, count: int) -> list[Any]:
+    _start(pp)
+    first, second = nn.Linear(count, 2), nn.Linear(2, 2)
+    model = smp.DistributedModel(nn.Sequential(first, second))
+    smp.set_partition(first, 0)
+    smp.set_partition(second, pp - 1)
+    found: list[Any] = []
+    for step in range(STEPS):
+        model.zero_grad()
+        x = torch.linspace(step, 1, MICROBATCHES * count).view(MICROBATCHES, count)
+        found.append(scaled(model, x).concat().tolist())
+        found.append({name: p.grad.tolist() for name, p in model.local_named_parameters()})
+        found.append(x[:, :2].tolist())
+    return found
+
+
+def test_a_body_may_change_its_part_of_the_batch() -> None:
+    (alone,) = check_ranks(_scaled, "1", 1, SMALL)
+    both = check_ranks(_scaled, "2", 2, SMALL)
+    for place, expected in enumerate(alone):
+        if isinstance(expected, dict):
+            assert {**both[0][place], **both[1][place]} == expected, place
+        elif place % 3 == 0:
+            assert both[0][place] == both[1][place] == expected, place
+        else:  # the bodies run on rank 0
+            assert both[0][place] == expected, place
 
 
 class Sharing(nn.Module):

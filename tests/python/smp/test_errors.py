@@ -118,18 +118,59 @@ def test_an_exception_reaches_all_ranks(pp: int, pipeline: str) -> None:
         assert ranks[0][1 + pp + index] == begin.format(index) + "ZeroDivisionError: in backward"
 
 
-def _refuse_to_load() -> None:
-    raise KeyError("not here")
+class IllegibleError(Exception):
+    """Has no text, and notes that are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__notes__ = [5]
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    def __reduce__(self) -> Any:
+        raise SystemExit(3)
+
+
+def failing_illegibly() -> str:
+    smp.init({"partitions": 2, **MANUAL})
+    with smp.partition(1):
+        last = Faulty("1")
+    model = smp.DistributedModel(nn.Sequential(Faulty("0"), last))
+    x = torch.ones(8, 4)
+    train(model, x, "")
+
+    def fail(*_: Any) -> None:
+        raise IllegibleError
+
+    handle = last.register_forward_hook(fail)
+    with pytest.raises(SMPMicrobatchError) as caught:
+        train(model, x, "")
+    handle.remove()
+    train(model, x, "")
+    return str(caught.value)
+
+
+def test_an_exception_that_cannot_say_why_reaches_all_ranks() -> None:
+    for text in check_ranks(failing_illegibly, "2"):
+        assert "microbatch 0: IllegibleError: (its text cannot be made: ValueError)\n5" in text
+
+
+def _refuse_to_load(kind: type[BaseException]) -> None:
+    raise kind("not here")
 
 
 class Unloadable:
     """Can be pickled, but not unpickled."""
 
+    def __init__(self, kind: type[BaseException]) -> None:
+        self.kind = kind
+
     def __reduce__(self) -> Any:
-        return _refuse_to_load, ()
+        return _refuse_to_load, (self.kind,)
 
 
-def sending_what_cannot_be_read() -> str:
+def sending_what_cannot_be_read(kind: type[BaseException]) -> str:
     smp.init({"partitions": 2, **MANUAL})
 
     class Last(Faulty):
@@ -156,14 +197,15 @@ def sending_what_cannot_be_read() -> str:
     model = smp.DistributedModel(Whole())
     step(model, torch.ones(8, 4), "text")
     with pytest.raises(SMPUsageError) as caught:
-        step(model, torch.ones(8, 4), Unloadable())
+        step(model, torch.ones(8, 4), Unloadable(kind))
     step(model, torch.ones(8, 4), "text")
     return str(caught.value)
 
 
-def test_a_value_that_cannot_be_unpickled_is_an_error() -> None:
-    for text in check_ranks(sending_what_cannot_be_read, "2"):
-        assert "rank 0 of the pipeline has sent cannot be unpickled: KeyError" in text
+@pytest.mark.parametrize("kind", [KeyError, SystemExit])
+def test_a_value_that_cannot_be_unpickled_is_an_error(kind: type[BaseException]) -> None:
+    for text in check_ranks(sending_what_cannot_be_read, "2", kind):
+        assert f"rank 0 of the pipeline has sent cannot be unpickled: {kind.__name__}" in text
 
 
 def failing_between_reductions() -> list[float]:

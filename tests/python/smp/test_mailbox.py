@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
+from datetime import timedelta
 from random import Random
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import check_ranks, rotating
+from ranks import arrive, await_ranks, check_ranks, rotating
 
+import smdistributed.modelparallel.torch as smp
 from smddp import _C
+from smddp.modelparallel.job.groups import timeout_of
+from smddp.modelparallel.job.state import state
 from smddp.modelparallel.pipeline.channel import Channel, Ended, _ThreadStreams
 from smddp.modelparallel.pipeline.protocol import Kind, Message
 
@@ -182,6 +187,37 @@ def exchange_over_channel(backend: str) -> int:
 def test_a_channel_brings_the_same_over_any_backend(backend: str) -> None:
     counts = check_ranks(exchange_over_channel, "2", backend)
     assert counts == [2 * len(messages(0))] * 2
+
+
+def aborted() -> tuple[float, str, bool]:
+    """Rank 0 ends the groups; returns what rank 1 sees of that, and how it waits for messages."""
+    dist.init_process_group("smddp", timeout=timedelta(seconds=20))
+    smp.init({"partitions": 2, "microbatches": 2})
+    groups = state.groups
+    why = ""
+    channel = Channel(groups.pipeline, dist.get_rank(), 2)
+    channel.open()
+    if dist.get_rank() == 0:
+        await_ranks("in", 1)
+        groups.abort("the reason", lost=True)
+        await_ranks("out", 1)
+    else:
+        arrive("in")
+        begin = time.monotonic()
+        ((_, item),) = channel.take(True)
+        assert isinstance(item, Ended)
+        why = f"{item.error}" if time.monotonic() - begin < 15 else "timed out"
+        arrive("out")
+    threads = any(thread.name.startswith("smp-from-") for thread in threading.enumerate())
+    return timeout_of(groups.pipeline).total_seconds(), why, threads
+
+
+@pytest.mark.parametrize("detail", ["OFF", "DETAIL"])
+def test_torchs_wrapper_does_not_hide_smddp(detail: str) -> None:
+    both = check_ranks(aborted, "2", env={"TORCH_DISTRIBUTED_DEBUG": detail})
+    assert [seconds for seconds, _, _ in both] == [20, 20]
+    assert "the reason" in both[1][1]
+    assert [threads for _, _, threads in both] == [False, False]
 
 
 class Unread:

@@ -66,6 +66,7 @@ class Sliced:
         [torch.zeros(1), (torch.ones(1), None)],
         {"a": torch.zeros(2), 3: [True, 1, 1.5, "x"]},
         Pair(torch.zeros(1), 2),
+        torch.randn(2, 2).max(dim=0),
         Named(torch.zeros(1)),
         Output(loss=torch.zeros(()), logits=torch.ones(2)),
         collections.defaultdict(list, {"a": torch.zeros(1)}),
@@ -117,6 +118,44 @@ def test_tensors_are_divided_wherever_they_are() -> None:
         assert torch.equal(extra, half)
         assert torch.equal(kwargs["mask"]["m"], half)
         assert kwargs["mask"].origin == "y"
+
+
+def test_arguments_reach_the_parameters_that_they_are_for() -> None:
+    def several(a: Any, /, b: Any = 1, c: Any = 2, *rest: Any, d: Any = 3, **more: Any) -> Any:
+        return a, b, c, rest, d, more
+
+    for args, kwargs in (
+        ((0,), {"c": 5}),
+        ((0,), {"c": 5, "d": 6, "e": 7}),
+        ((0, 4), {"d": 6}),
+        ((0, 4, 5, 8, 9), {"e": 7}),
+    ):
+        for found in split_arguments(several, args, kwargs, 2, (), {}):
+            assert several(*found[0], **found[1]) == several(*args, **kwargs)
+
+
+def test_parts_are_independent_of_each_other() -> None:
+    x, weight = torch.arange(8.0), torch.tensor(3.0, requires_grad=True)
+    (_, first), (_, second) = (args for args, _ in split("m", x))
+    squared = first * weight
+    second.div_(2)  # not seen by what autograd has saved of the first part
+    squared.sum().backward()
+    first.mul_(weight).sum().backward()  # into memory that is the batch's, as in plain torch
+    assert weight.grad == 2 * (0 + 1 + 2 + 3)
+    assert x.tolist() == [0, 3, 6, 9, 2, 2.5, 3, 3.5]
+
+
+def test_gradients_reach_a_batch_that_requires_them() -> None:
+    x = torch.arange(4.0, requires_grad=True)
+    for number, (args, _) in enumerate(split("m", x)):
+        (args[1] * (number + 1)).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1, 1, 2, 2]
+
+
+def test_empty_tensors_are_divided_into_empty_ones() -> None:
+    parts = split("m", torch.zeros(3, 0), axes={"data": 1}, count=3)
+    assert [args[1].shape for args, _ in parts] == [(3, 0)] * 3
 
 
 def test_exceptions_from_division() -> None:

@@ -111,3 +111,99 @@ def test_objects_that_do_not_pickle() -> None:
         assert "module 'part' returns a lock as ['info'][1]" in output
         for text in (result, argument, output):
             assert "cannot be sent" in text
+
+
+def nested() -> list[str]:
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    module = nn.TransformerEncoder(layer, 2)
+    model = smp.DistributedModel(module)
+    smp.set_partition(module.layers[1], 1)
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor, mask: Any = None, returns: bool = False) -> Any:
+        y = model(x, src_key_padding_mask=mask)
+        return torch.nested.nested_tensor([y[0]]) if returns else y
+
+    model.eval()
+    x = torch.ones(4, 3, 4)
+    mask = torch.tensor([[False, False, True]] * 4)
+    texts = []
+    with torch.no_grad():
+        for more in ({"mask": mask}, {"returns": True}):
+            step(model, x)
+            with pytest.raises(SMPMicrobatchError) as caught:
+                step(model, x, **more)
+            texts.append(str(caught.value))
+        step(model, x)
+    return texts
+
+
+def test_nested_tensors() -> None:
+    for texts in check_ranks(nested, "2"):
+        for text in texts:
+            assert "TypeError: smp cannot send nested tensors" in text
+            assert "enable_nested_tensor=False" in text
+
+
+class Modes(nn.Module):
+    """Sets a batch norm to eval in its forward method, and its neighbour if it is told to."""
+
+    def __init__(self, inner: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.inner = Modes(False) if inner else None
+        self.sets_inner = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns a matrix of the shape of `x`."""
+        self.norm.eval()
+        if self.sets_inner and self.inner is not None:
+            self.inner.eval()
+        y: torch.Tensor = self.norm(x)
+        return y if self.inner is None else self.inner(y)  # type: ignore[no-any-return]
+
+
+def modes(pp: int) -> Any:
+    """Returns the results of steps whose body calls eval() somewhere, or their errors."""
+    smp.init({"partitions": pp, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+    module = Modes(True)
+    model = smp.DistributedModel(module)
+    smp.set_partition(module.inner, pp - 1)
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor, how: str) -> Any:
+        if how == "model":
+            model.eval()
+        y = model(x)
+        if how == "around":
+            model.eval()
+            y = y + model(x)
+            model.train()
+        if how == "part" and module.inner is not None:
+            module.inner.norm.eval()
+        return y
+
+    found = []
+    for how in ("", "model", "", "around", "part", "forward", ""):
+        model.train()
+        module.sets_inner = how == "forward"
+        try:
+            found.append(step(model, torch.arange(8.0).view(4, 2), how).concat())
+        except SMPMicrobatchError as error:
+            found.append(str(error))
+        except SMPUsageError as error:
+            found.append(str(error))
+    return found
+
+
+def test_train_and_eval_in_a_step_are_refused_for_other_ranks() -> None:
+    (alone,) = check_ranks(modes, "1", 1)
+    for found in check_ranks(modes, "2", 2):
+        for place, expected in enumerate(alone):
+            if place in (1, 3, 4, 5):
+                name = "inner.norm" if place == 4 else "inner"
+                text = f"module {name!r} runs on another rank of the pipeline than the code that"
+                assert text in found[place], (place, found[place])
+            else:
+                torch.testing.assert_close(found[place], expected)
