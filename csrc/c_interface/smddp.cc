@@ -115,7 +115,7 @@ void require(bool holds, const char* text) {
 }
 
 // For functions that return no status.
-bool isGiven(const auto* argument) {
+bool isGiven(auto* argument) {
   if (argument == nullptr) noteError("an argument is null");
   return argument != nullptr;
 }

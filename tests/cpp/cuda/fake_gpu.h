@@ -50,7 +50,7 @@ struct FakeGpu {
       for (int d = 0; d < job.numDsts; ++d) note(rank, job.dsts[d], bytes, true);
       reduction::reduce({job.dsts, static_cast<size_t>(job.numDsts)},
                         {job.srcs, static_cast<size_t>(job.numSrcs)}, job.count, job.type, job.op,
-                        {job.pre, job.post, job.factor, job.divisor});
+                        {job.pre, job.post, job.factor, static_cast<double>(job.divisor)});
     }
   }
   // Checks that between two exchanges no rank writes what another one touches. Clears the record.

@@ -130,7 +130,8 @@ class KernelsTest : public testing::TestWithParam<Combination> {
       job.dsts[job.numDsts++] = memory_ + at;
       into.push_back(expected.data() + at);
     }
-    reduction::reduce(into, from, count, type_, op_, {job.pre, job.post, job.factor, job.divisor});
+    reduction::reduce(into, from, count, type_, op_,
+                      {job.pre, job.post, job.factor, static_cast<double>(job.divisor)});
 
     ASSERT_EQ(table_.run(0, &job, stream_), 0);
     ASSERT_LE(made_up_cuda::pending(stream_), 1u);

@@ -132,7 +132,7 @@ Values expectedOf(const Call& call, const Matrix& blocks, const Values& inputs,
     void* dst = into.data();
     reduction::reduce({&dst, 1}, srcs, bytes / sizeOf(call.type), call.type, call.op,
                       {call.op == ReduceOp::PREMUL_SUM, call.op == ReduceOp::AVG, call.factor,
-                       static_cast<int64_t>(size)});
+                       static_cast<double>(size)});
   };
   for (size_t rank = 0; rank < size; ++rank) {
     switch (call.operation) {

@@ -139,7 +139,8 @@ void execute(const Job& job) {
   }
   smddp::reduction::reduce({job.dsts, static_cast<size_t>(job.numDsts)},
                            {job.srcs, static_cast<size_t>(job.numSrcs)}, job.count, job.type,
-                           job.op, {job.pre, job.post, job.factor, job.divisor});
+                           job.op,
+                           {job.pre, job.post, job.factor, static_cast<double>(job.divisor)});
 }
 
 int run(int, const Job* job, void* stream) {
