@@ -19,6 +19,7 @@ All ranks of a group make the same calls in the same order. Errors name the rank
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import enum
 import importlib.util
@@ -308,7 +309,8 @@ class Work:
             status = self._status(math.inf)
         except BaseException:
             # The other ranks wait for this one.
-            self._group.abort("a wait was interrupted")
+            with contextlib.suppress(Error, ValueError):
+                self._group.abort("a wait was interrupted")
             raise
         _raise(status)
         return self.result

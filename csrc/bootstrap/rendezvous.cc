@@ -337,6 +337,7 @@ Store::Value Rendezvous::awaitValue(const char* what, const std::string& awaited
 
 void Rendezvous::readNotes(const char* what) {
   if (clock_.now() - cameAt_ < kGrace) return;
+  if (!earlierNote_.empty()) readNote(earlierNote_);
   readNote(key(what == kNext ? kAfter : kTrouble, epoch_));
   if (what == kClosed) compareWithFirst();
 }
@@ -345,7 +346,14 @@ void Rendezvous::tell(const Error& error) noexcept {
   leaveNote(store_, key(kTrouble, epoch_), seal_, {me_, error});
 }
 
-void Rendezvous::checkNotes() { readNote(key(kTrouble, epoch_)); }
+void Rendezvous::checkNotes() {
+  if (!earlierNote_.empty()) readNote(earlierNote_);
+  readNote(key(kTrouble, epoch_));
+}
+
+void Rendezvous::follow(const Rendezvous& earlier) {
+  earlierNote_ = earlier.key(kTrouble, earlier.epoch_);
+}
 
 // If a rank has died, that explains the error: the rank served the store that fails, or another rank has left because
 // of it. But the death may become known a little later than what follows from it.

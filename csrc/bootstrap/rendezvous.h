@@ -73,6 +73,9 @@ class Rendezvous {
   // warning, once per process.
   Locality agreeOnNodes(const std::vector<Introduction>& introductions, const Probe& probe);
 
+  // Call it before exchange(): `earlier` is a meeting of the same ranks, which some of them may still be in.
+  void follow(const Rendezvous& earlier);
+
   // After exchange(): tells the ranks that still call checkNotes() why this one cannot work with another. Throws nothing.
   void tell(const Error& error) noexcept;
   // Throws the error of a rank that has left a note. It asks the store.
@@ -110,6 +113,8 @@ class Rendezvous {
   const Seal seal_;
   const MonotonicClock clock_;
   const Watch watch_;
+  std::string
+      earlierNote_;  // of a rank that has left the meeting before this one; empty: there was none
   int64_t epoch_ = 0;
   bool isCauseKnown_ = false;           // the error is not the store's
   bool isIn_ = false;                   // in an epoch whose ranks wait for this one

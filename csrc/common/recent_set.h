@@ -1,4 +1,4 @@
-// The numbers that were added last. What is remembered of things that have ended, so that it does not grow for ever.
+// The numbers that were added last, each with a value or without. What is remembered of things that have ended, so that it does not grow for ever.
 //
 // Not thread-safe.
 #pragma once
@@ -6,30 +6,48 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <unordered_set>
+#include <unordered_map>
+#include <utility>
 
 namespace smddp {
 
-class RecentSet {
+template <typename Value>
+class RecentMap {
  public:
-  explicit RecentSet(size_t limit) : limit_(limit) {}
+  explicit RecentMap(size_t limit) : limit_(limit) {}
 
-  // False if it is in the set already. Beyond the limit, the number that was added first is forgotten.
-  bool insert(uint64_t number) {
-    if (!numbers_.insert(number).second) return false;
+  // False if the number is there already. Beyond the limit, the number that was added first is forgotten.
+  bool insert(uint64_t number, Value value) {
+    if (!values_.emplace(number, std::move(value)).second) return false;
     order_.push_back(number);
     if (order_.size() > limit_) {
-      numbers_.erase(order_.front());
+      values_.erase(order_.front());
       order_.pop_front();
     }
     return true;
   }
-  bool contains(uint64_t number) const { return numbers_.contains(number); }
+  // The number's value; null if it is not there.
+  const Value* find(uint64_t number) const {
+    const auto found = values_.find(number);
+    return found == values_.end() ? nullptr : &found->second;
+  }
 
  private:
   const size_t limit_;
-  std::unordered_set<uint64_t> numbers_;
+  std::unordered_map<uint64_t, Value> values_;
   std::deque<uint64_t> order_;  // oldest first
+};
+
+class RecentSet {
+ public:
+  explicit RecentSet(size_t limit) : numbers_(limit) {}
+  // As RecentMap::insert().
+  bool insert(uint64_t number) { return numbers_.insert(number, {}); }
+  bool contains(uint64_t number) const { return numbers_.find(number) != nullptr; }
+
+ private:
+  struct Nothing {};
+  RecentMap<Nothing> numbers_;
 };
 
 }  // namespace smddp

@@ -51,6 +51,10 @@ std::optional<AnswerMessage> parseAnswer(transport::Bytes message) {
   return parse<AnswerMessage>(message, kAnswer);
 }
 
+std::optional<LeftMessage> parseLeft(transport::Bytes message) {
+  return parse<LeftMessage>(message, kLeft);
+}
+
 void Inquiries::asked(Rank rank, Nanoseconds now) {
   Entry& entry = entries_[rank];
   if (!entry.unansweredSince) entry.unansweredSince = now;

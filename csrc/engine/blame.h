@@ -4,7 +4,7 @@
 //
 //   rank that waits                      rank that it waits for
 //   Inquiry(my call, its number) ────►   compares the call with its own: Abort if they differ
-//                                ◄────   Answer(whom it blames)
+//                                ◄────   Answer(whom it blames), or Left if it has left the group
 //
 // An engine answers within a quarter of a second whatever its process computes, so a rank that does not answer
 // is stopped or cut off. But inquiries and answers travel behind the data between two ranks, and take as long as that
@@ -65,8 +65,18 @@ struct AnswerMessage {
 };
 static_assert(sizeof(AnswerMessage) == 24 && std::is_trivially_copyable_v<AnswerMessage>);
 
+//   byte  0               8               16              24
+//         | header        | group         | calls         |
+struct LeftMessage {
+  transport::ControlHeader header{.kind = kLeft};
+  uint64_t group = 0;
+  uint64_t calls = 0;  // how many it has made
+};
+static_assert(sizeof(LeftMessage) == 24 && std::is_trivially_copyable_v<LeftMessage>);
+
 std::optional<InquiryMessage> parseInquiry(transport::Bytes message);
 std::optional<AnswerMessage> parseAnswer(transport::Bytes message);
+std::optional<LeftMessage> parseLeft(transport::Bytes message);
 
 // What ranks of other nodes answered, and since when one of them owes an answer. Used by the thread that owns the
 // engine.

@@ -36,9 +36,11 @@ class CallHistory {
   // differs.
   void record(uint64_t sequence, const transport::CallFingerprint& call) {
     calls_[sequence % calls_.size()] = call;
-    for (const auto& [rank, told] : told_) {
+    std::erase_if(told_, [&](const auto& entry) {
+      const auto& [rank, told] = entry;
       if (told.sequence == sequence) membership_.requireSameCall(rank, told.call, call);
-    }
+      return told.sequence <= sequence;
+    });
   }
   // A rank tells that its call of this number is `call`. Throws Mismatch if ours differs.
   void onTold(Rank rank, uint64_t sequence, const transport::CallFingerprint& call) {

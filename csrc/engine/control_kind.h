@@ -10,5 +10,6 @@ inline constexpr uint8_t kAccept = transport::kFirstEngineKind + 1;
 inline constexpr uint8_t kInquiry = transport::kFirstEngineKind + 2;
 inline constexpr uint8_t kAnswer = transport::kFirstEngineKind + 3;
 inline constexpr uint8_t kBuffered = transport::kFirstEngineKind + 4;
+inline constexpr uint8_t kLeft = transport::kFirstEngineKind + 5;
 
 }  // namespace smddp::engine

@@ -73,6 +73,13 @@ bool Diagnosis::isLost(Rank rank) const {
   return peer->lost && process_.clock().now() - peer->lostAt >= kLastBytes;
 }
 
+bool Diagnosis::isLostFor(const InFlight& at, Rank rank) const {
+  if (isLost(rank)) return true;
+  const auto left = left_.find(rank);
+  if (left == left_.end()) return false;
+  return at.sequence == 0 ? at.isUnmatched : at.sequence > left->second;
+}
+
 std::optional<Rank> Diagnosis::lostIfAllAre() const {
   std::optional<Rank> lost;
   for (Rank rank = 0; rank < membership_.size(); ++rank) {

@@ -3,11 +3,13 @@
 // Used by the thread that owns the engine.
 #pragma once
 
+#include <map>
 #include <set>
 #include <string>
 
 #include "engine/blame.h"
 #include "engine/channels.h"
+#include "engine/in_flight.h"
 #include "engine/membership.h"
 #include "engine/team.h"
 
@@ -27,6 +29,11 @@ class Diagnosis {
   void onAnswer(Rank from, uint64_t blame) {
     inquiries_.answered(from, Blame::unpack(blame, membership_.size()));
   }
+  // The rank has left the group after so many calls.
+  void onLeft(Rank from, uint64_t calls) {
+    inquiries_.answered(from, {from});
+    left_[from] = calls;
+  }
   // Forgets ranks that nothing waits for any more.
   void keepOnly(const std::set<Rank>& awaited) { inquiries_.keepOnly(awaited); }
 
@@ -38,6 +45,8 @@ class Diagnosis {
 
   // Nothing more will come from this rank: it left, or it is gone.
   bool isLost(Rank rank) const;
+  // Nothing more that this one waits for will come from the rank. What it did before it left may still be under way.
+  bool isLostFor(const InFlight& at, Rank rank) const;
   // The last of the other ranks, if nothing more will come from any of them.
   std::optional<Rank> lostIfAllAre() const;
   // "its process died"
@@ -51,6 +60,7 @@ class Diagnosis {
   const Team& team_;
   Channels& channels_;
   Inquiries inquiries_;
+  std::map<Rank, uint64_t> left_;  // ranks of other nodes, with their numbers of calls
 };
 
 }  // namespace smddp::engine

@@ -254,6 +254,7 @@ std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group:
       mine.troubleKind = trouble->kind();
     });
     second.emplace(store, spec.name + ".fabric", spec.me, spec.size, timeout, seal, watch);
+    second->follow(rendezvous);
     introductions = second->exchange(mine);
   }
   call([&] { process_->setNodeAgreement(locality.agreement); });
@@ -267,7 +268,13 @@ std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group:
   if (!second) return group;
   try {
     awaitLifelines(*this, *second, spec.me, introductions, timeout);
+  } catch (const Error&) {
+    destroyGroup(group);
+    throw;
   } catch (...) {
+    second->tell(Error(ErrorKind::Aborted,
+                       fmt::format("{} was interrupted by a signal",
+                                   bootstrap::describe(spec.me, introductions[spec.me]))));
     destroyGroup(group);
     throw;
   }

@@ -149,7 +149,7 @@ void Group::submit(Request request, CompletionPtr completion) {
 
 void Group::submit(Message message, CompletionPtr completion) {
   if (sentinel_->broken()) {
-    ended_.finish(*completion, sentinel_->broken()->cause);
+    messages_->refuse(message, *completion, *sentinel_->broken());
     ended_.release(std::move(message.keepAlive));
     return;
   }

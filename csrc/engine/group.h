@@ -121,10 +121,14 @@ class Group final {
 
   // Appends what operations that have ended since the last call leave behind.
   void moveLeftoversTo(Leftovers& leftovers) { ended_.moveTo(leftovers); }
+  // Nothing is in flight any more: this rank waits for nobody.
+  void rest() { team_.clearBlame(); }
   // Keeps memory of an operation that has failed for as long as the group lives.
   void keep(std::shared_ptr<void> memory) { ended_.keep(std::move(memory)); }
   // This rank makes no more calls: tells mates and ranks of other nodes.
   void leave() { sentinel_->leave(idle()); }
+  // See Sentinel.
+  std::vector<std::byte> farewell() const { return sentinel_->farewell(); }
   // If no mate and no rank of another node can still touch the group's memory: marks it to be given back when the group
   // ends, releases what keep() was given, and returns true.
   bool tryGiveBack();

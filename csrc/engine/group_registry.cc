@@ -5,6 +5,7 @@
 #include <iterator>
 #include <utility>
 
+#include "common/log.h"
 #include "engine/control_kind.h"
 
 namespace smddp::engine {
@@ -26,7 +27,7 @@ GroupRegistry::GroupRegistry(const Ownership& ownership, Process& process)
 void GroupRegistry::add(const std::shared_ptr<Group>& group) {
   ownership_.assertOwned();
   joined_[group->id()] = group;
-  if (closed_.contains(group->id())) {
+  if (closed_.find(group->id())) {
     group->fail(Error(ErrorKind::Resource,
                       fmt::format("other ranks sent more than {} MiB of messages before this rank "
                                   "had made the group; call a barrier before them",
@@ -74,7 +75,7 @@ void GroupRegistry::reap() {
     ownership_.assertOwned();
     if (!group->idle() || !group->tryGiveBack()) return false;
     std::erase(active_, group.get());
-    closed_.insert(group->id());
+    closed_.insert(group->id(), group->farewell());
     group->moveLeftoversTo(ofEndedGroups_);
     return true;
   });
@@ -148,7 +149,11 @@ void GroupRegistry::moveLeftoversTo(Leftovers& leftovers) {
   leftovers.take(ofEndedGroups_);
   for (Group* group : active_) group->moveLeftoversTo(leftovers);
   for (auto& group : left_) group->moveLeftoversTo(leftovers);
-  std::erase_if(active_, [](Group* group) { return group->idle(); });
+  std::erase_if(active_, [](Group* group) {
+    if (!group->idle()) return false;
+    group->rest();
+    return true;
+  });
 }
 
 void GroupRegistry::dispatch(Peer& from, transport::Bytes message) {
@@ -171,14 +176,27 @@ void GroupRegistry::dispatch(Peer& from, transport::Bytes message) {
 // Messages to a group that this rank never makes would stay for ever: those of the group with the oldest make room. If
 // this rank does make it, add() fails it.
 void GroupRegistry::keepEarly(uint64_t id, Peer& from, transport::Bytes message) {
-  // A rank that waited may ask, or answer, while the others already end the group. And whoever asks asks again.
-  if (closed_.contains(id) || transport::parseControlHeader(message)->kind == kInquiry) return;
+  const bool asks = transport::parseControlHeader(message)->kind == kInquiry;
+  if (const auto* farewell = closed_.find(id)) {
+    if (asks && !farewell->empty()) tell(from, *farewell);
+    return;
+  }
+  // Whoever asks asks again.
+  if (asks) return;
   early_.push_back({id, &from, {message.begin(), message.end()}});
   earlyBytes_ += early_.back().memory();
   while (earlyBytes_ > kMaxEarlyBytes) {
     const uint64_t oldest = early_.front().group;
-    closed_.insert(oldest);
+    closed_.insert(oldest, {});
     takeEarly(oldest);
+  }
+}
+
+void GroupRegistry::tell(const Peer& to, transport::Bytes message) {
+  try {
+    to.table->control(to.id, message);
+  } catch (const Error& error) {
+    SMDDP_LOG(Debug, "engine", "{} is not told: {}", to.describe(), error.what());
   }
 }
 

@@ -86,6 +86,7 @@ class GroupRegistry {
   };
   void dispatch(Peer& from, transport::Bytes message);
   void keepEarly(uint64_t id, Peer& from, transport::Bytes message) SMDDP_REQUIRES(ownership_);
+  static void tell(const Peer& to, transport::Bytes message);
   std::deque<EarlyMessage> takeEarly(uint64_t id) SMDDP_REQUIRES(ownership_);
 
   const Ownership& ownership_;
@@ -97,8 +98,9 @@ class GroupRegistry {
   Leftovers ofEndedGroups_ SMDDP_GUARDED_BY(ownership_);
   std::deque<EarlyMessage> early_ SMDDP_GUARDED_BY(ownership_);  // oldest first
   size_t earlyBytes_ SMDDP_GUARDED_BY(ownership_) = 0;           // their memory
-  // Groups that were freed, and those that had too many early messages: no message to them is kept.
-  RecentSet closed_ SMDDP_GUARDED_BY(ownership_);
+  // Groups that were freed, with what ranks are told that wait for this one, and those that had too many early messages,
+  // with nothing: no message to them is kept.
+  RecentMap<std::vector<std::byte>> closed_ SMDDP_GUARDED_BY(ownership_);
   bool checksIdleGroups_ SMDDP_GUARDED_BY(ownership_) = false;
   bool hasLeftAll_ SMDDP_GUARDED_BY(ownership_) = false;
 };

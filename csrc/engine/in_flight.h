@@ -22,6 +22,7 @@ struct InFlight {
   std::string wait;           // "at the arrival for ranks 1, 2", "to send to rank 3 with tag 0"
   std::set<Rank> awaited;     // never this rank
   bool awaitsAnyone = false;  // any other rank can end it; then `awaited` is empty
+  bool isUnmatched = false;   // a message of which the other rank has not made its call
   int64_t exchanged = 0;      // bytes that it has exchanged with other nodes
   int64_t toExchange = 0;     // … in all
   Nanoseconds usual = 0;      // how long the last executions of the same plan took (median)

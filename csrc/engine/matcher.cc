@@ -14,8 +14,8 @@ namespace {
 using transport::Bytes;
 using transport::ControlHeader;
 
-// A rank that announces more messages that nobody receives is broken.
-constexpr size_t kMaxAnnounced = 1 << 16;
+// The memory for messages of one rank that this one has not asked for: some million announcements.
+constexpr size_t kMaxAnnouncedBytes = size_t{64} << 20;
 
 // Announce, Accept and Buffered; a Buffered has its data behind it. Accept uses header, group and id only.
 //
@@ -122,9 +122,12 @@ void Matcher::post(Transfer transfer) {
       return m.tag == transfer.message.tag;
     });
     if (found == messages.end()) continue;
+    const Rank sender = from;
     Announced message = std::move(*found);
     messages.erase(found);
-    accept(from, std::move(message), std::move(transfer));
+    announcedBytes_[sender] -= message.memory();
+    if (messages.empty()) announced_.erase(sender);
+    accept(sender, std::move(message), std::move(transfer));
     return;
   }
   posted_.push_back(std::move(transfer));
@@ -168,12 +171,15 @@ void Matcher::onAnnounce(Rank from, Announced message) {
     accept(from, std::move(message), std::move(receive));
     return;
   }
-  auto& waiting = announced_[from];
-  if (waiting.size() >= kMaxAnnounced) {
-    raise(ErrorKind::Transport, "rank {} has {} messages that nobody receives", from,
-          waiting.size());
+  size_t& bytes = announcedBytes_[from];
+  if (bytes + message.memory() > kMaxAnnouncedBytes) {
+    raise(ErrorKind::Resource,
+          "rank {} has sent {} messages that this rank has not received; let it wait for this one "
+          "from time to time",
+          from, announced_[from].size());
   }
-  waiting.push_back(std::move(message));
+  bytes += message.memory();
+  announced_[from].push_back(std::move(message));
 }
 
 void Matcher::accept(Rank from, Announced message, Transfer transfer) {
@@ -199,6 +205,7 @@ void Matcher::accept(Rank from, Announced message, Transfer transfer) {
   answer.id = message.id;
   transfer.completion->setSource(from);
   transfer.oneRun = message.oneRun;
+  transfer.isMatched = true;
   Incoming& incoming = receiving_[from];
   incoming.queue.push_back(std::move(transfer));
   if (incoming.channel == nullptr) incoming.channel = &host_.receiveChannel(from);
@@ -212,8 +219,10 @@ void Matcher::onAccept(Rank from, uint64_t id) {
   if (found == awaiting.end()) {
     raise(ErrorKind::Transport, "rank {} accepts a message that was never announced", from);
   }
+  found->second.isMatched = true;
   sending_[from].push_back(std::move(found->second));
   awaiting.erase(found);
+  if (awaiting.empty()) awaitingAccept_.erase(from);
 }
 
 void Matcher::sendToSelf(Transfer send) {
@@ -246,12 +255,12 @@ void Matcher::copyToSelf(Transfer& send, Transfer& receive) {
 bool Matcher::advance() {
   ownership_.assertOwned();
   bool advanced = false;
-  for (auto& [to, queue] : sending_) {
-    if (!queue.empty()) advanced |= pumpSend(to, queue);
-  }
-  for (auto& [from, incoming] : receiving_) {
-    if (!incoming.empty()) advanced |= pumpReceive(from, incoming);
-  }
+  for (auto& [to, queue] : sending_) advanced |= pumpSend(to, queue);
+  for (auto& [from, incoming] : receiving_) advanced |= pumpReceive(from, incoming);
+  // idle() looks at all of them, and a group may have met many ranks.
+  const auto isEmpty = [](const auto& entry) { return entry.second.empty(); };
+  std::erase_if(sending_, isEmpty);
+  std::erase_if(receiving_, isEmpty);
   while (!leaving_.empty() && !host_.backlogged(leaving_.front().message.peer)) {
     Transfer gone = std::move(leaving_.front());
     leaving_.pop_front();
@@ -378,6 +387,7 @@ void Matcher::clear() {
   toSelf_.clear();
   leaving_.clear();
   announced_.clear();
+  announcedBytes_.clear();
   awaitingAccept_.clear();
   sending_.clear();
   receiving_.clear();

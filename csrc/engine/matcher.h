@@ -34,9 +34,10 @@ struct Transfer {
   Nanoseconds submittedAt = 0;  // 0: it is not counted
   uint64_t id = 0;
   int64_t bytes = 0;
-  int64_t moved = 0;     // handed to the channel, or taken out of it
-  uint64_t lastPut = 0;  // number of its last data message
-  bool oneRun = false;   // of a receive: the sender's buffer is one run
+  int64_t moved = 0;       // handed to the channel, or taken out of it
+  uint64_t lastPut = 0;    // number of its last data message
+  bool oneRun = false;     // of a receive: the sender's buffer is one run
+  bool isMatched = false;  // both ranks have called
 };
 
 class Matcher {
@@ -82,6 +83,7 @@ class Matcher {
         oneRun;  // the sender's buffer is one run, so all data messages but the last fill their slot
     std::vector<std::byte> data = {};  // of a buffered message
     bool buffered = false;
+    size_t memory() const { return sizeof *this + data.size(); }
   };
   using Queue = std::deque<Transfer>;
   struct Incoming {
@@ -108,6 +110,7 @@ class Matcher {
   uint64_t nextId_ = 1;
   std::deque<Transfer> posted_;                                  // receives without a sender yet
   std::map<Rank, std::deque<Announced>> announced_;              // messages without a receiver yet
+  std::map<Rank, size_t> announcedBytes_;                        // their memory
   std::map<Rank, std::map<uint64_t, Transfer>> awaitingAccept_;  // our sends, not accepted yet
   std::map<Rank, Queue> sending_;
   std::map<Rank, Incoming> receiving_;

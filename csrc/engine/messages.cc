@@ -1,7 +1,7 @@
 #include "engine/messages.h"
 
 #include <map>
-#include <utility>
+#include <tuple>
 
 #include "engine/call.h"
 
@@ -78,9 +78,10 @@ std::vector<InFlight> Messages::inFlight() {
     const Transfer* first = nullptr;
     size_t count = 0;
   };
-  std::map<std::pair<bool, Rank>, SameWay> ways;  // by Message::send and partnerOf()
+  // By Message::send, partnerOf() and Transfer::isMatched.
+  std::map<std::tuple<bool, Rank, bool>, SameWay> ways;
   matcher_.forEach([&](Transfer& transfer) {
-    SameWay& way = ways[{transfer.message.send, partnerOf(transfer)}];
+    SameWay& way = ways[{transfer.message.send, partnerOf(transfer), transfer.isMatched}];
     if (way.count++ == 0 || transfer.deadline.at < way.first->deadline.at) way.first = &transfer;
   });
   std::vector<InFlight> all;
@@ -112,6 +113,7 @@ InFlight Messages::inFlightOf(const Transfer& transfer) const {
   } else if (awaited != membership_.me()) {
     at.awaited.insert(awaited);
   }
+  at.isUnmatched = !transfer.isMatched;
   if (transfer.deadline.passed(process_.clock())) at.expired = message.timeout;
   return at;
 }
@@ -121,13 +123,15 @@ void Messages::endBroken(const Break& broken) {
   matcher_.abandon();
   matcher_.forEach([&](Transfer& transfer) {
     ended_.keep(std::move(transfer.message.keepAlive));
-    const std::string what =
-        fmt::format("{} (group \"{}\")", nameOf(transfer.message), membership_.name);
-    if (metrics_ != nullptr)
-      metrics_->countError(nameOf(transfer.message), toString(broken.cause.kind()));
-    ended_.finish(*transfer.completion, membership_.failed(what, broken.cause));
+    refuse(transfer.message, *transfer.completion, broken);
   });
   matcher_.clear();
+}
+
+void Messages::refuse(const Message& message, Completion& completion, const Break& broken) {
+  const std::string what = fmt::format("{} (group \"{}\")", nameOf(message), membership_.name);
+  if (metrics_ != nullptr) metrics_->countError(nameOf(message), toString(broken.cause.kind()));
+  ended_.finish(completion, membership_.failed(what, broken.cause));
 }
 
 }  // namespace smddp::engine

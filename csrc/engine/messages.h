@@ -19,6 +19,8 @@ class Messages final : public Watched, private Matcher::Host {
   Messages(Process& process, const Membership& membership, Channels& channels,
            EndedOperations& ended, Metrics::Group* metrics);
 
+  // Ends a message of a group that is broken.
+  void refuse(const Message& message, Completion& completion, const Break& broken);
   // Throws what ends the group.
   void submit(Message message, CompletionPtr completion);
   // See Matcher.

@@ -186,7 +186,7 @@ bool Sentinel::checkLost(const std::vector<InFlight>& inFlight) {
   const auto lostOf = [&](const InFlight& at) -> std::optional<Rank> {
     if (at.awaitsAnyone) return diagnosis_.lostIfAllAre();
     const auto found = std::find_if(at.awaited.begin(), at.awaited.end(),
-                                    [&](Rank rank) { return diagnosis_.isLost(rank); });
+                                    [&](Rank rank) { return diagnosis_.isLostFor(at, rank); });
     return found == at.awaited.end() ? std::nullopt : std::optional(*found);
   };
   if (std::none_of(inFlight.begin(), inFlight.end(), lostOf)) return false;
@@ -385,6 +385,8 @@ bool Sentinel::onControl(Rank from, transport::Bytes message) {
     onAbort(*abort);
   } else if (const auto answer = parseAnswer(message)) {
     diagnosis_.onAnswer(from, answer->blame);
+  } else if (const auto left = parseLeft(message)) {
+    diagnosis_.onLeft(from, left->calls);
   } else if (const auto inquiry = parseInquiry(message)) {
     onInquiry(from, *inquiry);
   } else {
@@ -408,19 +410,23 @@ void Sentinel::onInquiry(Rank from, const InquiryMessage& inquiry) {
   if (!isMessage) {
     attempt(sequence, [&] { calls_.onTold(from, sequence, inquiry.call); });
   }
-  // Messages have no place in the order: any error ends them. But what we sent before we left still arrives.
-  const bool leftInOrder = broken_ && broken_->cause.kind() == ErrorKind::Usage;
-  if (isMessage ? broken_ && !leftInOrder : isBroken(sequence)) {
-    const Rank me = membership_.me();
-    channels_.tell(from, makeAbort(membership_.group,
-                                   leftInOrder ? lossOf(broken_->firstBroken, me) : *forOthers_));
-    return;
-  }
+  // Messages have no place in the order: any error ends them.
+  if (left_ || (isMessage ? broken_.has_value() : isBroken(sequence)))
+    return channels_.tell(from, farewell());
   AnswerMessage answer;
   answer.group = membership_.group;
   const Blame late{membership_.me(), Blame::Why::NotCalled, static_cast<uint32_t>(calls_.last())};
   answer.blame = (sequence > calls_.last() ? late : team_.blameOf(membership_.me())).pack();
   channels_.tell(from, transport::bytesOf(answer));
+}
+
+std::vector<std::byte> Sentinel::farewell() const {
+  if (!leftInOrder_) return makeAbort(membership_.group, *forOthers_);
+  LeftMessage left;
+  left.group = membership_.group;
+  left.calls = calls_.last();
+  const auto bytes = transport::bytesOf(left);
+  return {bytes.begin(), bytes.end()};
 }
 
 // --- leaving ----------------------------------------------------------------------------------------------
@@ -435,7 +441,8 @@ void Sentinel::leave(bool isIdle) {
     fail(Error(ErrorKind::Aborted, fmt::format("rank {} left the group", membership_.me())));
   }
   // Later calls of this rank end with this error. Other ranks are not told: they may still use what we have sent.
-  if (!isBroken(calls_.last() + 1)) {
+  leftInOrder_ = !isBroken(calls_.last() + 1);
+  if (leftInOrder_) {
     forOthers_.emplace(
         Break{calls_.last() + 1, Error(ErrorKind::Usage, "the group has been destroyed")});
     broken_ = forOthers_;

@@ -69,6 +69,8 @@ class Sentinel {
 
   // This rank makes no more calls. If something is in flight, this breaks the group.
   void leave(bool isIdle);
+  // The answer to ranks of other nodes that wait for this one, which has left or knows that the group is broken.
+  std::vector<std::byte> farewell() const;
   // After an error the network must be polled for a while, or the others might not hear of it.
   bool isSpreading() const { return broken_ && !spreadingUntil_.passed(process_.clock()); }
 
@@ -131,6 +133,7 @@ class Sentinel {
   bool checksMembers_ = false;
   std::vector<std::function<void(const Error&)>> breakActions_;  // until the group is broken
   bool left_ = false;
+  bool leftInOrder_ = false;  // and the group was not broken
 };
 
 template <typename Step>

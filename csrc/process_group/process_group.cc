@@ -171,11 +171,12 @@ c10d::ErrorType ProcessGroup::getError() {
 
 void ProcessGroup::abortBecause(const std::string& reason) {
   if (hasLeft_) return;
-  hooks_->abort.run();
   const auto text =
       fmt::format("rank {} called abort(){}{}", getRank(), reason.empty() ? "" : ": ", reason);
   engine_->abort(*group_, text);
   devices_->close(Error(ErrorKind::Aborted, text));
+  // Last: a dump of torch's Flight Recorder may take seconds, and the other ranks wait for this one.
+  hooks_->abort.run();
 }
 
 void ProcessGroup::shutdown() {

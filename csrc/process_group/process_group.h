@@ -153,6 +153,8 @@ class ProcessGroup : public c10d::Backend {
  protected:
   // Throws when the group has been destroyed.
   std::shared_ptr<engine::Group> group() const;
+  // Ends the group without waiting for anybody: what is in flight ends with Aborted.
+  void leave();
   // Whether shutdown() has been called, or the group is being destroyed.
   bool isEnding() const { return isEnding_.load(); }
   // A call's time-out, or that of the group where the call has none.
@@ -167,8 +169,6 @@ class ProcessGroup : public c10d::Backend {
   void takeRanksOf(const ProcessGroup& parent, const std::vector<int>& ranks);
 
  private:
-  void leave();
-
   friend class Mailbox;  // sends messages without a Work
 
   engine::Request newRequest(collectives::Collective collective, std::chrono::milliseconds timeout,

@@ -147,16 +147,24 @@ std::vector<at::Tensor> Work::result() {
 }
 
 void Work::synchronize() {
-  if (!deviceCalls().empty()) wait();
+  if (!deviceCalls().empty()) {
+    wait();
+  } else {
+    // Takes this out of torch's registry of works in flight.
+    c10d::Work::synchronize();
+  }
 }
 
 bool Work::wait(std::chrono::milliseconds timeout) {
   const Nanoseconds patience = nanosecondsOf(timeout);
+  const MonotonicClock clock;
+  const Deadline deadline = Deadline::after(clock, patience);
   translated([&] {
     for (const auto& completion : completions_) {
       if (timeout <= kNoTimeout) {
         engine_->wait(*group_, *completion);
-      } else if (!engine_->waitFor(*group_, *completion, patience)) {
+      } else if (!engine_->waitFor(*group_, *completion,
+                                   std::max<Nanoseconds>(0, deadline.at - clock.now()))) {
         engine_->expire(*group_, *completion, patience);
         engine_->wait(*group_, *completion);
       }
@@ -169,6 +177,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
     }
   });
   for (const auto* call : deviceCalls()) call->makeStreamWait();
+  c10d::Work::synchronize();
   return true;
 }
 

@@ -148,7 +148,7 @@ GpuProcessGroup::~GpuProcessGroup() {
     // Nobody has called shutdown(). What NCCL has enqueued may never end, so it is aborted instead of waited for.
     if (auto* nccl = nccl_.load(); nccl != nullptr && !isEnding()) nccl->abort();
     if (rails_ && !isEnding()) rails_->abandon();
-    ProcessGroup::shutdown();
+    leave();
   } catch (const std::exception& error) {
     SMDDP_LOG(Debug, "process_group", "while the group ended: {}", error.what());
   }
