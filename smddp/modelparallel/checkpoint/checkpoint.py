@@ -56,6 +56,7 @@ log = logging.getLogger("smddp.modelparallel")
 _MANIFEST = "manifest.json"
 _PARTIAL = "_partial"  # the end of the name of a folder with parts
 _USER_CONTENT = "user_content.pt"
+_CONTENT_OF = "user_content_"  # begins the name of that of a whole model
 # Is in the folder of a checkpoint from before the first part is written until the manifest is.
 _UNFINISHED = "unfinished"
 # Key of the manifest of a checkpoint of the original library: the tp rank of each file.
@@ -188,7 +189,8 @@ def save_checkpoint(
     Raises:
         SMPInitializationError: `smp.init` has not been called.
         SMPUsageError: there is nothing to save, num_kept_partial_checkpoints is less than 1, ranks
-            have different tags, or an entry cannot be saved as safetensors.
+            have different tags, the tag is the name of a file of smp, model or optimizer is not one
+            of smp, or an entry cannot be saved as safetensors.
         SMPPeerError: it has failed on another rank, or a rank is gone, or has not called it within
             the timeout of the process group.
         OSError: a file cannot be written.
@@ -204,6 +206,17 @@ def save_checkpoint(
             raise SMPUsageError(
                 "save_checkpoint: pass what to save: model, optimizer or user_content"
             )
+        if not partial and _is_own_name(Path(tag).name):
+            raise SMPUsageError(
+                f"save_checkpoint: smp writes a file of its own in place of {tag!r}: use another "
+                "tag, such as 'model.pt'"
+            )
+        for given, kind in ((model, "DistributedModel"), (optimizer, "DistributedOptimizer")):
+            if given is not None and not hasattr(given, "local_state_dict"):
+                raise SMPUsageError(
+                    f"save_checkpoint: pass what smp.{kind} has returned, which knows what other "
+                    f"ranks have, not a {type(given).__name__}"
+                )
         return tag, bool(partial)
 
     # Nothing is written before all ranks are here: one may still read a checkpoint of this name.
@@ -260,7 +273,12 @@ def _save_whole(file: Path, model: Any, user_content: Any, translate_if_full: bo
 
 def _content_of(file: Path) -> Path:
     """Returns the file of the user_content that belongs to a whole model."""
-    return file.with_name(f"user_content_{file.name}")
+    return file.with_name(f"{_CONTENT_OF}{file.name}")
+
+
+def _is_own_name(name: str) -> bool:
+    """Says whether a file with this name would be overwritten by one that belongs to another."""
+    return name in (_NEWEST, *_NEWEST_OF_KIND.values()) or name.startswith(_CONTENT_OF)
 
 
 def resume_from_checkpoint(
@@ -730,7 +748,7 @@ def _delete_old(newest: Path, keep: int) -> None:
 
     Those that a job has begun to write or to replace, and has not finished, are of no use and go.
     """
-    all_of_them = set(newest.parent.glob(f"*{_PARTIAL}"))
+    all_of_them = {one for one in newest.parent.glob(f"*{_PARTIAL}") if one.is_dir()}
     with_manifest = {one for one in all_of_them if (one / _MANIFEST).exists()}
     # A job that has begun one and left nothing that can be seen was killed at once.
     unfinished = {

@@ -592,8 +592,9 @@ def test_checkpoints_that_cannot_be_loaded_are_not_kept(tmp_path: Path) -> None:
             os.utime(part / file, (time_of_end, time_of_end))
     (tmp_path / "original_partial").mkdir()
     (tmp_path / "original_partial" / "model_0.pt").touch()
+    (tmp_path / "whole_partial").touch()  # a whole model with this tag
     checkpoint._delete_old(tmp_path / "e_partial", 2)
-    kept = ["b_partial", "e_partial", "original_partial"]
+    kept = ["b_partial", "e_partial", "original_partial", "whole_partial"]
     assert sorted(part.name for part in tmp_path.iterdir()) == kept
 
 
@@ -603,6 +604,16 @@ def tags_of_all_kinds(path: str) -> None:
     for wrong in ("", 5, None):
         with pytest.raises(SMPUsageError, match=f"the tag has to be a text, not {wrong!r}"):
             smp.save_checkpoint(path, wrong, model=model)  # type: ignore[arg-type]
+    for tag in ("newest", "newest_in_parts", "newest_in_one_file", "run/user_content_a"):
+        with pytest.raises(SMPUsageError, match=f"a file of its own in place of {tag!r}"):
+            smp.save_checkpoint(path, tag, partial=False, model=model)
+    # Of the model itself a rank has only its own part.
+    for partial in (True, False):
+        with pytest.raises(SMPUsageError, match=r"what smp.DistributedModel has returned"):
+            smp.save_checkpoint(path, "a", partial, model.get_module())
+        with pytest.raises(SMPUsageError, match=r"what smp.DistributedOptimizer .* not a SGD"):
+            sgd = torch.optim.SGD(model.parameters())
+            smp.save_checkpoint(path, "a", partial, model, sgd)
     assert not Path(path).exists()
     with pytest.raises(
         SMPUsageError, match=r"rank 0 of the job has \('t0', True\), rank 1 has \('t1', True\)"
@@ -618,6 +629,8 @@ def tags_of_all_kinds(path: str) -> None:
             smp.save_checkpoint(path, tag, partial, model, None, tag, True, 2 if partial else None)
         assert smp.resume_from_checkpoint(path, partial=partial) == "run/3"
         assert smp.resume_from_checkpoint(path, "run/2", partial=partial) == "run/2"
+    smp.save_checkpoint(path, "newest", model=model, user_content="in parts")
+    assert smp.resume_from_checkpoint(path) == "in parts"
     assert sorted(one.name for one in Path(path, "run").glob("*_partial")) == [
         "2_partial",
         "3_partial",
