@@ -32,6 +32,7 @@ from smddp.modelparallel.checkpoint import safetensors
 from smddp.modelparallel.checkpoint.by_shape import forms_of_model, forms_of_optimizer
 from smddp.modelparallel.common.files import hash_of, read, remove_unfinished, write
 from smddp.modelparallel.common.lost import smp_errors
+from smddp.modelparallel.common.versions import versions_of, with_versions
 from smddp.modelparallel.delayed.life import come_to_life, delayed
 from smddp.modelparallel.job.meeting import done_on_all, together
 from smddp.modelparallel.job.state import state
@@ -703,7 +704,7 @@ def _merged_model(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
         forms = forms_of_model(parts, ranks)
     entries = united(parts, forms, lazily=True)
     entries.pop(MARKER, None)
-    return entries
+    return with_versions(entries, versions_of(parts[0]) if parts else None)
 
 
 def _merged_optimizer(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:

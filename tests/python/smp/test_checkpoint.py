@@ -21,6 +21,7 @@ import torch
 import torch._dynamo
 from ranks import check_ranks, run_ranks
 from smp.zoo import ZOO, batch_of, make, train_step
+from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.checkpoint import checkpoint, safetensors
@@ -611,8 +612,8 @@ def tags_of_all_kinds(path: str) -> None:
     for partial in (True, False):
         with pytest.raises(SMPUsageError, match=r"what smp.DistributedModel has returned"):
             smp.save_checkpoint(path, "a", partial, model.get_module())
+        sgd = torch.optim.SGD(model.parameters())
         with pytest.raises(SMPUsageError, match=r"what smp.DistributedOptimizer .* not a SGD"):
-            sgd = torch.optim.SGD(model.parameters())
             smp.save_checkpoint(path, "a", partial, model, sgd)
     assert not Path(path).exists()
     with pytest.raises(
@@ -719,6 +720,81 @@ def partial_states() -> Any:
 def test_partial_states() -> None:
     zero, one = check_ranks(partial_states, "2")
     assert zero == one
+
+
+class Versioned(nn.Module):
+    """Has loaded and saved its weight in other ways before, and saves it by the name of another."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_state_dict_post_hook(self.rename)  # type: ignore[no-untyped-call]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x)
+        return result
+
+    @staticmethod
+    def rename(_: Any, entries: dict[str, Any], prefix: str, __: Any) -> None:
+        entries[f"{prefix}outer.matrix"] = entries.pop(f"{prefix}inner.weight")
+
+    def _load_from_state_dict(
+        self, entries: Any, prefix: str, local_metadata: Any, *others: Any
+    ) -> None:
+        if f"{prefix}outer.matrix" in entries:
+            factor = 1 if local_metadata.get("version") == 2 else 10
+            entries[f"{prefix}inner.weight"] = entries.pop(f"{prefix}outer.matrix") * factor
+        super()._load_from_state_dict(entries, prefix, local_metadata, *others)
+
+
+def versioned_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Versioned(), nn.Linear(4, 4))
+
+
+def versioned(path: str) -> None:
+    plain, module = versioned_net(), versioned_net()
+    want = plain.state_dict()
+    config = {"auto_partition": False, "default_partition": 0}
+    smp.init({"partitions": 2, "ddp": True, **config})
+    model = smp.DistributedModel(module)
+    smp.set_partition(module[1], 1)
+    smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    evaluate = smp.step(lambda x: model(x))
+
+    def check() -> None:
+        found = model.state_dict()
+        same(dict(found), dict(want))
+        assert found._metadata == want._metadata
+        plain.load_state_dict(found)
+        same(dict(plain.state_dict()), dict(want))
+
+    for _ in range(2):  # before and after the division
+        check()
+        local = copy.deepcopy(model.local_state_dict())
+        smp.save_checkpoint(path, "parts", model=model)
+        smp.save_checkpoint(path, "whole", partial=False, model=model)
+        for load in (
+            functools.partial(model.load_state_dict, want),
+            functools.partial(model.load_state_dict, local),
+            functools.partial(smp.resume_from_checkpoint, path),
+            functools.partial(smp.resume_from_checkpoint, path, partial=False),
+        ):
+            with torch.no_grad():
+                for parameter in model.local_parameters() if model.partitioned else ():
+                    parameter.zero_()
+            load()
+            check()
+        with torch.no_grad():
+            evaluate(torch.zeros(1, 4))
+    plain.load_state_dict(full_state_dict(path))
+    same(dict(plain.state_dict()), dict(want))
+
+
+def test_entries_of_versions_and_with_other_names(tmp_path: Path) -> None:
+    check_ranks(versioned, "2", str(tmp_path))
 
 
 def saving_by_hand(path: str) -> Any:
