@@ -317,7 +317,8 @@ def resume_from_checkpoint(
     Raises:
         FileNotFoundError: there is no such checkpoint, or a part of it is missing.
         ValueError: a file is damaged.
-        UnpicklingError: not partial, and the file is damaged, or holds more than tensors.
+        UnpicklingError: a file holds more than tensors and plain containers; or not partial, and
+            it is damaged.
         RuntimeError: with `strict`, the names of the entries do not fit the model.
         SMPUsageError: there is no smp.DistributedModel yet; or the original library has saved the
             parts, and they are not divided by modules only; or the optimizer's state dict has no
@@ -740,7 +741,15 @@ def _part(folder: Path, name: str, manifest: dict[str, Any]) -> dict[str, Any]:
 
 def _mapped(file: Path) -> dict[str, Any]:
     # Files of old versions of torch cannot be mapped.
-    found: dict[str, Any] = read(file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    mmap = zipfile.is_zipfile(file)
+    try:
+        found: dict[str, Any] = read(file, "cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        raise pickle.UnpicklingError(
+            f"{file} is damaged, or holds more than tensors and plain containers, in the "
+            "state of a module or in a group of the optimizer. If you trust the file, name the "
+            f"classes with torch.serialization.add_safe_globals. torch says: {error}"
+        ) from None
     return found
 
 

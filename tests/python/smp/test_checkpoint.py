@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
@@ -425,6 +426,34 @@ def test_safetensors_by_the_letter(tmp_path: Path) -> None:
             safetensors.read(file)
     with pytest.raises(SMPUsageError, match="'s' cannot be saved as safetensors"):
         safetensors.write(io.BytesIO(), {"s": "text"})
+
+
+class Choice:
+    """Is no plain value."""
+
+
+def numbers_of_numpy(path: str) -> None:
+    model, optimizer = begin(1)
+    group = optimizer.param_groups[0]
+    numbers = [np.float64(0.1), np.float32(0.1), np.float16(0.1), np.int64(3), np.bool_(True)]
+    group["numbers"] = numbers
+    smp.save_checkpoint(path, "numbers", model=model, optimizer=optimizer)
+    group["numbers"] = []
+    smp.resume_from_checkpoint(path)
+    assert optimizer.param_groups[0]["numbers"] == numbers
+    smp.save(numbers, f"{path}/numbers.pt")
+    assert smp.load(f"{path}/numbers.pt") == numbers
+    optimizer.param_groups[0]["numbers"] = Choice()
+    smp.save_checkpoint(path, "object", model=model, optimizer=optimizer)
+    with pytest.raises(pickle.UnpicklingError, match=r"optimizer_0.pt .*group of the optimizer"):
+        smp.resume_from_checkpoint(path)
+    with torch.serialization.safe_globals([Choice]):
+        smp.resume_from_checkpoint(path)
+    assert isinstance(optimizer.param_groups[0]["numbers"], Choice)
+
+
+def test_numbers_of_numpy_are_loaded(tmp_path: Path) -> None:
+    check_ranks(numbers_of_numpy, "1", str(tmp_path))
 
 
 def damaged(path: str, text: str, kind: str) -> None:
