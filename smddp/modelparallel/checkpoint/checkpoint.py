@@ -291,7 +291,7 @@ def resume_from_checkpoint(
     load_sharded_optimizer_state: bool = True,
     translate_function: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Loads a checkpoint into the model and the optimizer, which must exist.
+    """Loads a checkpoint into the model, which must exist, and into the optimizer.
 
     The user_content may be any object, so its file can run any code: load only checkpoints that you
     trust.
@@ -304,8 +304,9 @@ def resume_from_checkpoint(
             by any program.
         strict: as for load_state_dict.
         load_optimizer: load the optimizer, too; only from a checkpoint in parts. If there are
-            several, it is the last smp.DistributedOptimizer that was made. A job in full precision
-            then gets the master weights of one in half precision as its parameters.
+            several, it is the last smp.DistributedOptimizer that was made. If there is none, or
+            none in the checkpoint, a warning says so. A job in full precision then gets the master
+            weights of one in half precision as its parameters.
         load_sharded_optimizer_state: with sharded data parallelism, False loads only the master
             weights and the loss scale of the optimizer; else without effect.
         translate_function: if not partial, applied to the entries of the file before they are
@@ -349,6 +350,8 @@ def resume_from_checkpoint(
     # All is read before any of it is loaded: a damaged file leaves the model as it is.
     entries = _merged_model(parts, manifest)
     loads = load_optimizer and optimizer is not None and manifest["optimizer"]
+    if load_optimizer and (optimizer is None) != (not manifest["optimizer"]):
+        _warn_of_optimizer(parts, optimizer is None)
     whole = _merged_optimizer(parts, manifest) if loads else None
     # Checkpoints of older versions have no hash of it.
     if _USER_CONTENT in manifest["hashes"]:
@@ -367,6 +370,18 @@ def resume_from_checkpoint(
     if manifest["partition"] is not None and not model.partitioned:
         model.runtime.placement.from_checkpoint = _division(manifest)
     return content
+
+
+def _warn_of_optimizer(parts: Path, job_has_none: bool) -> None:
+    """Says that training goes on without the state of the optimizer."""
+    if state.topology.rank == 0:
+        log.warning(
+            "smp: resume_from_checkpoint loads no state of the optimizer, because %s. Pass "
+            "load_optimizer=False if none is needed",
+            "there is no smp.DistributedOptimizer yet: make it before"
+            if job_has_none
+            else f"there is none in {parts}: save_checkpoint was called without optimizer",
+        )
 
 
 def _masters(whole: dict[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import functools
 import gc
 import io
 import json
+import logging
 import os
 import pickle
 import shutil
@@ -454,6 +455,34 @@ def numbers_of_numpy(path: str) -> None:
 
 def test_numbers_of_numpy_are_loaded(tmp_path: Path) -> None:
     check_ranks(numbers_of_numpy, "1", str(tmp_path))
+
+
+def without_optimizers(path: str) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smddp.modelparallel").addHandler(handler)
+
+    def resume(tag: str, text: str, **options: Any) -> None:
+        said.clear()
+        smp.resume_from_checkpoint(path, tag, **options)
+        assert [text in one for one in said] == [True] * (smp.rank() == 0 and text != "")
+
+    model, optimizer = begin(2)
+    smp.save_checkpoint(path, "both", model=model, optimizer=optimizer)
+    smp.save_checkpoint(path, "model", model=model)
+    resume("both", "")
+    resume("model", "save_checkpoint was called without optimizer")
+    resume("model", "", load_optimizer=False)
+    del optimizer
+    gc.collect()
+    resume("both", "no smp.DistributedOptimizer yet")
+    resume("both", "", load_optimizer=False)
+    resume("model", "")
+
+
+def test_a_warning_says_that_the_optimizer_begins_anew(tmp_path: Path) -> None:
+    check_ranks(without_optimizers, "2", str(tmp_path))
 
 
 def damaged(path: str, text: str, kind: str) -> None:
