@@ -829,8 +829,12 @@ def versioned(path: str) -> None:
         plain.load_state_dict(found)
         same(dict(plain.state_dict()), dict(want))
 
+    around = nn.ModuleDict({"model": model, "other": nn.Linear(1, 1)})
+    plain_around = nn.ModuleDict({"model": plain, "other": around["other"]})
     for _ in range(2):  # before and after the division
         check()
+        same(dict(around.state_dict()), dict(plain_around.state_dict()))
+        assert model.state_dict(prefix="a.").keys() == plain.state_dict(prefix="a.").keys()
         local = copy.deepcopy(model.local_state_dict())
         smp.save_checkpoint(path, "parts", model=model)
         smp.save_checkpoint(path, "whole", partial=False, model=model)
