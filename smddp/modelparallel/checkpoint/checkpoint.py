@@ -32,6 +32,7 @@ from smddp.modelparallel.checkpoint import safetensors
 from smddp.modelparallel.checkpoint.by_shape import forms_of_model, forms_of_optimizer
 from smddp.modelparallel.common.files import hash_of, read, remove_unfinished, write
 from smddp.modelparallel.common.lost import smp_errors
+from smddp.modelparallel.common.versions import versions_of, with_versions
 from smddp.modelparallel.delayed.life import come_to_life, delayed
 from smddp.modelparallel.job.meeting import done_on_all, together
 from smddp.modelparallel.job.state import state
@@ -56,6 +57,7 @@ log = logging.getLogger("smddp.modelparallel")
 _MANIFEST = "manifest.json"
 _PARTIAL = "_partial"  # the end of the name of a folder with parts
 _USER_CONTENT = "user_content.pt"
+_CONTENT_OF = "user_content_"  # begins the name of that of a whole model
 # Is in the folder of a checkpoint from before the first part is written until the manifest is.
 _UNFINISHED = "unfinished"
 # Key of the manifest of a checkpoint of the original library: the tp rank of each file.
@@ -188,7 +190,8 @@ def save_checkpoint(
     Raises:
         SMPInitializationError: `smp.init` has not been called.
         SMPUsageError: there is nothing to save, num_kept_partial_checkpoints is less than 1, ranks
-            have different tags, or an entry cannot be saved as safetensors.
+            have different tags, the tag is the name of a file of smp, model or optimizer is not one
+            of smp, or an entry cannot be saved as safetensors.
         SMPPeerError: it has failed on another rank, or a rank is gone, or has not called it within
             the timeout of the process group.
         OSError: a file cannot be written.
@@ -204,6 +207,17 @@ def save_checkpoint(
             raise SMPUsageError(
                 "save_checkpoint: pass what to save: model, optimizer or user_content"
             )
+        if not partial and _is_own_name(Path(tag).name):
+            raise SMPUsageError(
+                f"save_checkpoint: smp writes a file of its own in place of {tag!r}: use another "
+                "tag, such as 'model.pt'"
+            )
+        for given, kind in ((model, "DistributedModel"), (optimizer, "DistributedOptimizer")):
+            if given is not None and not hasattr(given, "local_state_dict"):
+                raise SMPUsageError(
+                    f"save_checkpoint: pass what smp.{kind} has returned, which knows what other "
+                    f"ranks have, not a {type(given).__name__}"
+                )
         return tag, bool(partial)
 
     # Nothing is written before all ranks are here: one may still read a checkpoint of this name.
@@ -260,7 +274,12 @@ def _save_whole(file: Path, model: Any, user_content: Any, translate_if_full: bo
 
 def _content_of(file: Path) -> Path:
     """Returns the file of the user_content that belongs to a whole model."""
-    return file.with_name(f"user_content_{file.name}")
+    return file.with_name(f"{_CONTENT_OF}{file.name}")
+
+
+def _is_own_name(name: str) -> bool:
+    """Says whether a file with this name would be overwritten by one that belongs to another."""
+    return name in (_NEWEST, *_NEWEST_OF_KIND.values()) or name.startswith(_CONTENT_OF)
 
 
 def resume_from_checkpoint(
@@ -272,7 +291,7 @@ def resume_from_checkpoint(
     load_sharded_optimizer_state: bool = True,
     translate_function: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Loads a checkpoint into the model and the optimizer, which must exist.
+    """Loads a checkpoint into the model, which must exist, and into the optimizer.
 
     The user_content may be any object, so its file can run any code: load only checkpoints that you
     trust.
@@ -285,8 +304,9 @@ def resume_from_checkpoint(
             by any program.
         strict: as for load_state_dict.
         load_optimizer: load the optimizer, too; only from a checkpoint in parts. If there are
-            several, it is the last smp.DistributedOptimizer that was made. A job in full precision
-            then gets the master weights of one in half precision as its parameters.
+            several, it is the last smp.DistributedOptimizer that was made. If there is none, or
+            none in the checkpoint, a warning says so. A job in full precision then gets the master
+            weights of one in half precision as its parameters.
         load_sharded_optimizer_state: with sharded data parallelism, False loads only the master
             weights and the loss scale of the optimizer; else without effect.
         translate_function: if not partial, applied to the entries of the file before they are
@@ -298,7 +318,8 @@ def resume_from_checkpoint(
     Raises:
         FileNotFoundError: there is no such checkpoint, or a part of it is missing.
         ValueError: a file is damaged.
-        UnpicklingError: not partial, and the file is damaged, or holds more than tensors.
+        UnpicklingError: a file holds more than tensors and plain containers; or not partial, and
+            it is damaged.
         RuntimeError: with `strict`, the names of the entries do not fit the model.
         SMPUsageError: there is no smp.DistributedModel yet; or the original library has saved the
             parts, and they are not divided by modules only; or the optimizer's state dict has no
@@ -329,6 +350,8 @@ def resume_from_checkpoint(
     # All is read before any of it is loaded: a damaged file leaves the model as it is.
     entries = _merged_model(parts, manifest)
     loads = load_optimizer and optimizer is not None and manifest["optimizer"]
+    if load_optimizer and (optimizer is None) != (not manifest["optimizer"]):
+        _warn_of_optimizer(parts, optimizer is None)
     whole = _merged_optimizer(parts, manifest) if loads else None
     # Checkpoints of older versions have no hash of it.
     if _USER_CONTENT in manifest["hashes"]:
@@ -347,6 +370,18 @@ def resume_from_checkpoint(
     if manifest["partition"] is not None and not model.partitioned:
         model.runtime.placement.from_checkpoint = _division(manifest)
     return content
+
+
+def _warn_of_optimizer(parts: Path, job_has_none: bool) -> None:
+    """Says that training goes on without the state of the optimizer."""
+    if state.topology.rank == 0:
+        log.warning(
+            "smp: resume_from_checkpoint loads no state of the optimizer, because %s. Pass "
+            "load_optimizer=False if none is needed",
+            "there is no smp.DistributedOptimizer yet: make it before"
+            if job_has_none
+            else f"there is none in {parts}: save_checkpoint was called without optimizer",
+        )
 
 
 def _masters(whole: dict[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
@@ -685,7 +720,7 @@ def _merged_model(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
         forms = forms_of_model(parts, ranks)
     entries = united(parts, forms, lazily=True)
     entries.pop(MARKER, None)
-    return entries
+    return with_versions(entries, versions_of(parts[0]) if parts else None)
 
 
 def _merged_optimizer(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -721,7 +756,15 @@ def _part(folder: Path, name: str, manifest: dict[str, Any]) -> dict[str, Any]:
 
 def _mapped(file: Path) -> dict[str, Any]:
     # Files of old versions of torch cannot be mapped.
-    found: dict[str, Any] = read(file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    mmap = zipfile.is_zipfile(file)
+    try:
+        found: dict[str, Any] = read(file, "cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        raise pickle.UnpicklingError(
+            f"{file} is damaged, or holds more than tensors and plain containers, in the "
+            "state of a module or in a group of the optimizer. If you trust the file, name the "
+            f"classes with torch.serialization.add_safe_globals. torch says: {error}"
+        ) from None
     return found
 
 
@@ -730,7 +773,7 @@ def _delete_old(newest: Path, keep: int) -> None:
 
     Those that a job has begun to write or to replace, and has not finished, are of no use and go.
     """
-    all_of_them = set(newest.parent.glob(f"*{_PARTIAL}"))
+    all_of_them = {one for one in newest.parent.glob(f"*{_PARTIAL}") if one.is_dir()}
     with_manifest = {one for one in all_of_them if (one / _MANIFEST).exists()}
     # A job that has begun one and left nothing that can be seen was killed at once.
     unfinished = {

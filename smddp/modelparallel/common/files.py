@@ -10,9 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 __all__ = ["hash_of", "read", "remove_unfinished", "write"]
+
+_MAKE_NUMBER: Any = np.float64(0).__reduce__()[0]
+# What numbers of numpy are pickled with, which may be learning rates. Its releases differ in names.
+_OF_NUMBERS: list[Any] = [
+    np.dtype,
+    *{type(np.dtype(code)) for code in "?efd" + np.typecodes["AllInteger"]},
+    *((_MAKE_NUMBER, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+]
 
 
 def write(file: Path, fill: Callable[[Any], Any]) -> str:
@@ -86,7 +95,8 @@ def read(
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged.
-        UnpicklingError: with `weights_only`, it holds more than tensors and plain containers.
+        UnpicklingError: with `weights_only`, it holds more than tensors, numbers and plain
+            containers.
     """
     try:
         return _read(file, map_location, pickle_module, weights_only, **options)
@@ -100,8 +110,9 @@ def _read(
     # torch refuses any module together with weights_only.
     options["pickle_module"] = pickle_module if weights_only is False else None
     options["weights_only"] = weights_only
-    if options.get("mmap"):
-        return torch.load(file, map_location, **options)
-    # A stream, because torch takes files with some name endings for other formats.
-    with open(file, "rb") as stream:
-        return torch.load(stream, map_location, **options)
+    with torch.serialization.safe_globals(_OF_NUMBERS):
+        if options.get("mmap"):
+            return torch.load(file, map_location, **options)
+        # A stream, because torch takes files with some name endings for other formats.
+        with open(file, "rb") as stream:
+            return torch.load(stream, map_location, **options)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from smddp.modelparallel.delayed.life import is_delayed, with_values
 from smddp.modelparallel.delayed.recorder import Recorder
@@ -36,7 +37,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
         SMPUsageError: code inside does with a tensor what cannot be delayed; the text names the
             line.
     """
-    global _recorder, _depth
+    global _recorder, _depth, _load_outside
     if not enabled:
         with contextlib.nullcontext() if _recorder is None else _recorder.paused():
             yield
@@ -46,6 +47,8 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     if not _depth:
         nn.Parameter.__new__ = staticmethod(_new_parameter)  # type: ignore[method-assign]
         torch.Tensor._make_subclass = staticmethod(_make_subclass)  # type: ignore[method-assign]
+        _load_outside = torch.load  # a script may have replaced torch's
+        torch.load = functools.wraps(_load_outside)(_load)
     _depth += 1
     try:
         with _recorder, _recorder.paused(False):
@@ -55,6 +58,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
         if not _depth:
             nn.Parameter.__new__ = staticmethod(_original_new)  # type: ignore[method-assign]
             del torch.Tensor._make_subclass  # what it inherits is the original
+            torch.load = _load_outside
 
 
 # Some documents of the original library use this name.
@@ -62,6 +66,7 @@ delayed_parameter_initialization = delay_param_initialization
 
 _original_new = nn.Parameter.__new__
 _original_make: Any = torch.Tensor._make_subclass
+_load_outside: Any = torch.load
 
 
 @functools.wraps(_original_new)
@@ -76,6 +81,12 @@ def _new_parameter(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any
 def _make_subclass(cls: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
     """Makes a tensor of another class. It is made at once, to keep its class."""
     return _original_make(cls, _at_once(cls, data) if is_delayed(data) else data, *args, **kwargs)
+
+
+def _load(*args: Any, **kwargs: Any) -> Any:
+    """Loads real tensors. In a fake mode torch.load returns tensors without values."""
+    with unset_fake_temporarily():
+        return _load_outside(*args, **kwargs)
 
 
 def _at_once(cls: type, data: torch.Tensor) -> Any:

@@ -245,7 +245,14 @@ class DistributedModel(ModelQueries):
         """
         return clip_grad_norm(max_norm, norm_type)
 
-    def state_dict(self, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
+    def state_dict(
+        self,
+        gather_to_rank0: bool = False,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        **kwargs: Any,
+    ) -> Any:
         """Returns all parameters and buffers by name, gathered from all ranks.
 
         The names are the original ones, except for modules that smp has replaced. The table "Who
@@ -253,12 +260,20 @@ class DistributedModel(ModelQueries):
 
         Args:
             gather_to_rank0: only rank 0 of the job gets them; the other ranks get an empty dict.
-            kwargs: those of nn.Module are accepted, and without effect.
+            destination: gets the entries, and is returned; None for a new dict. With it, a module
+                that has this model as an attribute has its entries in its own state dict.
+            prefix: begins their names.
+            kwargs: others of nn.Module are accepted, and without effect.
 
         Raises:
             SMPPeerError: a rank has not called it within the timeout of the process group.
         """
-        return self.runtime.model_state.full(gather_to_rank0)
+        entries = self.runtime.model_state.full(gather_to_rank0)
+        if destination is None and not prefix:
+            return entries
+        found = {} if destination is None else destination
+        found.update({f"{prefix}{name}": value for name, value in entries.items()})
+        return found
 
     def local_state_dict(self) -> dict[str, Any]:
         """Returns the parameters and buffers of this rank, with the key `_smp_is_partial`."""

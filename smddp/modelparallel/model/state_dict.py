@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
+from smddp.modelparallel.common.versions import versions_in, versions_of, with_versions
 from smddp.modelparallel.delayed.life import delayed, with_values
 from smddp.modelparallel.job.meeting import done_on_all, gathered_over, together
 from smddp.modelparallel.job.state import state
@@ -62,7 +63,7 @@ class ModelState:
         self._unite(local)
         if only_rank_0 and state.topology.rank != 0:
             return {}
-        return local
+        return with_versions(local, versions_in(self._module))
 
     def _entries_of_all(self, group: dist.ProcessGroup) -> dict[str, Any]:
         """Returns `_entries`; raises on all ranks of the pipeline if that has raised on one."""
@@ -133,7 +134,8 @@ class ModelState:
             if form is not None:
                 forms[name] = form
             entries[name] = _detached(with_values(value) if entry is None else entry.shard)
-        return {**entries, **({SHARDS: forms} if forms else {}), MARKER: True}
+        entries = {**entries, **({SHARDS: forms} if forms else {}), MARKER: True}
+        return with_versions(entries, versions_in(self._module))
 
     def shapes(self) -> dict[str, Any]:
         """Returns what `values` yields, with tensors that have no memory in place of parameters."""
@@ -213,7 +215,7 @@ class ModelState:
         self._check_shapes(divided, own)
         for name in divided:
             local[name] = self._divisions[name].part(delayed(local[name]), *_place())
-        self._module.load_state_dict(local, strict=False)
+        self._module.load_state_dict(with_versions(local, versions_of(given)), strict=False)
         if self._divisions:
             del local
             gc.collect()  # delayed tensors have circles of references, and keep the given ones

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -234,6 +235,7 @@ class Placement:
             for name in module._buffers:
                 self._entries[dot + name] = buffer_owners[number, name]
             self._entries[f"{dot}_extra_state"] = self.rank if owner is None else owner
+        self._name_as_hooks_do()
         for number in range(len(self._modules.by_number)):
             self._place_buffers(number, buffer_owners, device)
         for parameter in list(self._root.parameters()):
@@ -251,6 +253,19 @@ class Placement:
         settle(recorders, [module for module, owner in pairs if owner in (None, self.rank)])
         self._known_forms = self._forms()
         self._forms_before = dict(self._known_forms)
+
+    def _name_as_hooks_do(self) -> None:
+        """Notes who owns the entries of the state dict that hooks of modules have renamed."""
+        if not any(module._state_dict_hooks for module in self._root.modules()):
+            return
+        named: Iterator[tuple[str, torch.Tensor]] = itertools.chain(
+            self._root.named_parameters(remove_duplicate=False),
+            self._root.named_buffers(remove_duplicate=False),
+        )
+        owners = {id(tensor): self._entries[name] for name, tensor in named}
+        for name, value in self._root.state_dict(keep_vars=True).items():
+            if id(value) in owners:
+                self._entries.setdefault(name, owners[id(value)])
 
     def _place_buffers(
         self, number: int, owners: dict[tuple[int, str], int], device: torch.device

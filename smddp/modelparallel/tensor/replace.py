@@ -39,8 +39,9 @@ def replace_marked(root: nn.Module) -> nn.Module:
     It does so at any degree: scripts, checkpoints and seeds then find the same model at degree 1.
 
     A module stays whole if it shares a parameter or a module with a module outside it, if it has
-    hooks, or if the distributed module refuses its arguments, for instance because a size cannot
-    be divided. The log says so, and the modules inside it are looked at.
+    hooks or a forward method that its class does not have, or if the distributed module refuses its
+    arguments, for instance because a size cannot be divided. The log says so, and the modules
+    inside it are looked at.
 
     Args:
         root: the model; it is changed.
@@ -192,6 +193,9 @@ def _obstacle(module: nn.Module, holders: dict[int, list[nn.Module]]) -> str:
             return f"it shares its module {own!r} with another module"
         if any(getattr(part, hooks) for hooks in _HOOKS):
             return f"{f'its module {own!r}' if own else 'it'} has hooks, which would be lost"
+        if "forward" in vars(part):
+            what = f"its module {own!r}" if own else "it"
+            return f"{what} has a forward method of its own, which would be lost"
     return ""
 
 
@@ -262,6 +266,11 @@ def _replacement(
             f"smp.tp_register: {type(result).__name__}, which takes the place of module {name!r} "
             f"({kind}), has no smp.nn.DistributedModule in it, so nothing would be divided: "
             "inherit from smp.nn.DistributedModule, or use modules such as smp.nn.DistributedLinear"
+        )
+    if any(getattr(part, "gradient_checkpointing", False) is True for part in module.modules()):
+        say(
+            f"module {name!r} ({kind}) is divided without its gradient checkpointing: call "
+            "smp.set_activation_checkpointing for its layers"
         )
     if lost := _freeze(result, module, to_smp):
         return stays(f"{type(result).__name__} has no parameter for {lost!r}, which is frozen")

@@ -7,6 +7,7 @@ import functools
 import gc
 import io
 import json
+import logging
 import os
 import pickle
 import shutil
@@ -16,11 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
 from ranks import check_ranks, run_ranks
 from smp.zoo import ZOO, batch_of, make, train_step
+from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.checkpoint import checkpoint, safetensors
@@ -426,6 +429,62 @@ def test_safetensors_by_the_letter(tmp_path: Path) -> None:
         safetensors.write(io.BytesIO(), {"s": "text"})
 
 
+class Choice:
+    """Is no plain value."""
+
+
+def numbers_of_numpy(path: str) -> None:
+    model, optimizer = begin(1)
+    group = optimizer.param_groups[0]
+    numbers = [np.float64(0.1), np.float32(0.1), np.float16(0.1), np.int64(3), np.bool_(True)]
+    group["numbers"] = numbers
+    smp.save_checkpoint(path, "numbers", model=model, optimizer=optimizer)
+    group["numbers"] = []
+    smp.resume_from_checkpoint(path)
+    assert optimizer.param_groups[0]["numbers"] == numbers
+    smp.save(numbers, f"{path}/numbers.pt")
+    assert smp.load(f"{path}/numbers.pt") == numbers
+    optimizer.param_groups[0]["numbers"] = Choice()
+    smp.save_checkpoint(path, "object", model=model, optimizer=optimizer)
+    with pytest.raises(pickle.UnpicklingError, match=r"optimizer_0.pt .*group of the optimizer"):
+        smp.resume_from_checkpoint(path)
+    with torch.serialization.safe_globals([Choice]):
+        smp.resume_from_checkpoint(path)
+    assert isinstance(optimizer.param_groups[0]["numbers"], Choice)
+
+
+def test_numbers_of_numpy_are_loaded(tmp_path: Path) -> None:
+    check_ranks(numbers_of_numpy, "1", str(tmp_path))
+
+
+def without_optimizers(path: str) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smddp.modelparallel").addHandler(handler)
+
+    def resume(tag: str, text: str, **options: Any) -> None:
+        said.clear()
+        smp.resume_from_checkpoint(path, tag, **options)
+        assert [text in one for one in said] == [True] * (smp.rank() == 0 and text != "")
+
+    model, optimizer = begin(2)
+    smp.save_checkpoint(path, "both", model=model, optimizer=optimizer)
+    smp.save_checkpoint(path, "model", model=model)
+    resume("both", "")
+    resume("model", "save_checkpoint was called without optimizer")
+    resume("model", "", load_optimizer=False)
+    del optimizer
+    gc.collect()
+    resume("both", "no smp.DistributedOptimizer yet")
+    resume("both", "", load_optimizer=False)
+    resume("model", "")
+
+
+def test_a_warning_says_that_the_optimizer_begins_anew(tmp_path: Path) -> None:
+    check_ranks(without_optimizers, "2", str(tmp_path))
+
+
 def damaged(path: str, text: str, kind: str) -> None:
     model, _optimizer = begin(2)
     before = copy.deepcopy(model.state_dict())
@@ -592,8 +651,9 @@ def test_checkpoints_that_cannot_be_loaded_are_not_kept(tmp_path: Path) -> None:
             os.utime(part / file, (time_of_end, time_of_end))
     (tmp_path / "original_partial").mkdir()
     (tmp_path / "original_partial" / "model_0.pt").touch()
+    (tmp_path / "whole_partial").touch()  # a whole model with this tag
     checkpoint._delete_old(tmp_path / "e_partial", 2)
-    kept = ["b_partial", "e_partial", "original_partial"]
+    kept = ["b_partial", "e_partial", "original_partial", "whole_partial"]
     assert sorted(part.name for part in tmp_path.iterdir()) == kept
 
 
@@ -603,6 +663,16 @@ def tags_of_all_kinds(path: str) -> None:
     for wrong in ("", 5, None):
         with pytest.raises(SMPUsageError, match=f"the tag has to be a text, not {wrong!r}"):
             smp.save_checkpoint(path, wrong, model=model)  # type: ignore[arg-type]
+    for tag in ("newest", "newest_in_parts", "newest_in_one_file", "run/user_content_a"):
+        with pytest.raises(SMPUsageError, match=f"a file of its own in place of {tag!r}"):
+            smp.save_checkpoint(path, tag, partial=False, model=model)
+    # Of the model itself a rank has only its own part.
+    for partial in (True, False):
+        with pytest.raises(SMPUsageError, match=r"what smp.DistributedModel has returned"):
+            smp.save_checkpoint(path, "a", partial, model.get_module())
+        sgd = torch.optim.SGD(model.parameters())
+        with pytest.raises(SMPUsageError, match=r"what smp.DistributedOptimizer .* not a SGD"):
+            smp.save_checkpoint(path, "a", partial, model, sgd)
     assert not Path(path).exists()
     with pytest.raises(
         SMPUsageError, match=r"rank 0 of the job has \('t0', True\), rank 1 has \('t1', True\)"
@@ -618,6 +688,8 @@ def tags_of_all_kinds(path: str) -> None:
             smp.save_checkpoint(path, tag, partial, model, None, tag, True, 2 if partial else None)
         assert smp.resume_from_checkpoint(path, partial=partial) == "run/3"
         assert smp.resume_from_checkpoint(path, "run/2", partial=partial) == "run/2"
+    smp.save_checkpoint(path, "newest", model=model, user_content="in parts")
+    assert smp.resume_from_checkpoint(path) == "in parts"
     assert sorted(one.name for one in Path(path, "run").glob("*_partial")) == [
         "2_partial",
         "3_partial",
@@ -706,6 +778,85 @@ def partial_states() -> Any:
 def test_partial_states() -> None:
     zero, one = check_ranks(partial_states, "2")
     assert zero == one
+
+
+class Versioned(nn.Module):
+    """Has loaded and saved its weight in other ways before, and saves it by the name of another."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_state_dict_post_hook(self.rename)  # type: ignore[no-untyped-call]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x)
+        return result
+
+    @staticmethod
+    def rename(_: Any, entries: dict[str, Any], prefix: str, __: Any) -> None:
+        entries[f"{prefix}outer.matrix"] = entries.pop(f"{prefix}inner.weight")
+
+    def _load_from_state_dict(
+        self, entries: Any, prefix: str, local_metadata: Any, *others: Any
+    ) -> None:
+        if f"{prefix}outer.matrix" in entries:
+            factor = 1 if local_metadata.get("version") == 2 else 10
+            entries[f"{prefix}inner.weight"] = entries.pop(f"{prefix}outer.matrix") * factor
+        super()._load_from_state_dict(entries, prefix, local_metadata, *others)
+
+
+def versioned_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Versioned(), nn.Linear(4, 4))
+
+
+def versioned(path: str) -> None:
+    plain, module = versioned_net(), versioned_net()
+    want = plain.state_dict()
+    config = {"auto_partition": False, "default_partition": 0}
+    smp.init({"partitions": 2, "ddp": True, **config})
+    model = smp.DistributedModel(module)
+    smp.set_partition(module[1], 1)
+    smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    evaluate = smp.step(lambda x: model(x))
+
+    def check() -> None:
+        found = model.state_dict()
+        same(dict(found), dict(want))
+        assert found._metadata == want._metadata
+        plain.load_state_dict(found)
+        same(dict(plain.state_dict()), dict(want))
+
+    around = nn.ModuleDict({"model": model, "other": nn.Linear(1, 1)})
+    plain_around = nn.ModuleDict({"model": plain, "other": around["other"]})
+    for _ in range(2):  # before and after the division
+        check()
+        same(dict(around.state_dict()), dict(plain_around.state_dict()))
+        assert model.state_dict(prefix="a.").keys() == plain.state_dict(prefix="a.").keys()
+        local = copy.deepcopy(model.local_state_dict())
+        smp.save_checkpoint(path, "parts", model=model)
+        smp.save_checkpoint(path, "whole", partial=False, model=model)
+        for load in (
+            functools.partial(model.load_state_dict, want),
+            functools.partial(model.load_state_dict, local),
+            functools.partial(smp.resume_from_checkpoint, path),
+            functools.partial(smp.resume_from_checkpoint, path, partial=False),
+        ):
+            with torch.no_grad():
+                for parameter in model.local_parameters() if model.partitioned else ():
+                    parameter.zero_()
+            load()
+            check()
+        with torch.no_grad():
+            evaluate(torch.zeros(1, 4))
+    plain.load_state_dict(full_state_dict(path))
+    same(dict(plain.state_dict()), dict(want))
+
+
+def test_entries_of_versions_and_with_other_names(tmp_path: Path) -> None:
+    check_ranks(versioned, "2", str(tmp_path))
 
 
 def saving_by_hand(path: str) -> Any:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import gc
 import hashlib
+import io
 import math
+import pickle
 import random
 import resource
 import threading
@@ -427,6 +430,40 @@ def test_real_tensors_from_outside_stay_real() -> None:
 
 class Marked(nn.Parameter):
     """A parameter with a class of its own."""
+
+
+def test_files_are_loaded_in_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pretrained(nn.Module):
+        """Loads and pickles in its constructor."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.small, self.large = nn.Linear(3, 3), nn.Linear(200, 200)
+            self.large.load_state_dict(torch.load(tmp_path / "large.pt"))
+            with smp.delay_param_initialization(enabled=False):
+                mapped = torch.load(tmp_path / "large.pt", mmap=True)
+            self.weight = nn.Parameter(mapped["weight"] * 2)
+            self.same = pickle.loads(pickle.dumps(self.small))
+            file = io.BytesIO()
+            torch.save(self.large.state_dict(), file)
+            file.seek(0)
+            self.again = nn.Linear(200, 200)
+            self.again.load_state_dict(torch.load(file))
+
+    # Scripts replace it by one with other defaults.
+    load = functools.partial(torch.load, weights_only=True)
+    monkeypatch.setattr(torch, "load", load)
+    torch.save(nn.Linear(200, 200).state_dict(), tmp_path / "large.pt")
+    torch.manual_seed(0)
+    ordinary = Pretrained()
+    torch.manual_seed(0)
+    with smp.delay_param_initialization():
+        module = Pretrained()
+    assert torch.load is load
+    assert is_delayed(module.large.weight)
+    for name, parameter in module.named_parameters():
+        come_to_life(parameter)
+        assert torch.equal(parameter, ordinary.get_parameter(name)), name
 
 
 def test_parameters_of_other_classes_are_made_at_once() -> None:

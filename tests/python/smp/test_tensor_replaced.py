@@ -119,6 +119,9 @@ def kept(size: int) -> list[str]:
     ]
     for hook in hooks:
         assert type(replaced(lambda: nn.Linear(4, 4), hook)) is nn.Linear
+    # A forward of its own: the result is that of the module.
+    shifted = replaced(lambda: nn.Linear(4, 4), shift)
+    assert torch.equal(shifted(torch.zeros(1, 4)), shifted.bias[None] + 1)
     # Modules inside one that stays whole.
     outer = replaced(Outer, lambda m: None)
     assert type(outer.block) is Block
@@ -129,7 +132,14 @@ def kept(size: int) -> list[str]:
     copy = pickle.loads(pickle.dumps(block))
     x = torch.randn(2, 4)
     assert torch.equal(copy(x), block(x))
-    return [text for text in said if "is not divided" in text]
+    replaced(lambda: Block(4), lambda m: setattr(m, "gradient_checkpointing", True))
+    return [text for text in said if "is not divided" in text or "is divided without" in text]
+
+
+def shift(module: nn.Module) -> None:
+    """Gives a module another forward method, as libraries do that wrap one."""
+    original = module.forward
+    module.forward = lambda x: original(x) + 1  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -139,8 +149,11 @@ def test_what_is_kept_and_what_stays_whole(size: int) -> None:
     assert said == [
         *[stays.format("'' (Linear)", "it has hooks, which would be lost")] * 3,
         *[stays.format("'' (Linear)", "its parameter 'weight' has hooks, which would be lost")] * 2,
+        stays.format("'' (Linear)", "it has a forward method of its own, which would be lost"),
         stays.format("'block' (Block)", "it shares its module 'first' with another module"),
         stays.format("'' (Refused)", "not like this"),
+        "smp: module '' (Block) is divided without its gradient checkpointing: call "
+        "smp.set_activation_checkpointing for its layers",
     ]
 
 
