@@ -53,13 +53,15 @@ class _Compressor:
 
 
 class _Half(_Compressor):
-    """Sends floating-point tensors as float16."""
+    """Sends float32 and float64 as float16."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
         """Returns what is sent, and what `decompress` needs."""
         value = tf.convert_to_tensor(tensor)
-        sent = tf.cast(value, tf.float16) if value.dtype.is_floating else value
+        # bfloat16 is as short, and has numbers that float16 does not have.
+        is_long = value.dtype.is_floating and value.dtype.size > 2
+        sent = tf.cast(value, tf.float16) if is_long else value
         return sent, value.dtype
 
     @staticmethod
