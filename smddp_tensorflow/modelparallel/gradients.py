@@ -85,6 +85,13 @@ def _check(optimizer: Any) -> None:
             "optimizer.get_gradients: a LossScaleOptimizer would skip other steps on each "
             "rank. Give smp.step the optimizer in it, and use mixed_bfloat16 or float32"
         )
+    if getattr(optimizer, "global_clipnorm", None) and job.pp_size() > 1:
+        raise SMPUsageError(
+            "optimizer.get_gradients: with global_clipnorm each rank would clip by the norm of its "
+            "own gradients. Leave it out, and clip what the step returns by the norm over all "
+            "ranks, as docs/tensorflow-model-parallel.md shows; or use clipnorm, which is by "
+            "variable"
+        )
 
 
 def _replacement(former: Any) -> Any:

@@ -628,3 +628,33 @@ def frozen_rank() -> None:
 @jobs.BOTH_KERAS
 def test_a_rank_whose_layers_are_frozen(env: Any) -> None:
     jobs.run(frozen_rank, "2", env=env, timeout=200)
+
+
+def clipped() -> None:
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    kind = tf.keras.optimizers.SGD
+
+    def norm_of_all(own: Any) -> Any:
+        return np.linalg.norm(smp.allgather(own.numpy(), smp.PP_GROUP))
+
+    def clip(optimizer: Any, gradients: Any, variables: Any) -> None:
+        norm = tf.py_function(norm_of_all, [tf.linalg.global_norm(gradients)], tf.float32)
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.5, use_norm=norm)
+        applied(optimizer, gradients, variables)
+
+    expected = trained_alone(kind(0.1, global_clipnorm=0.5), "", applied)
+    for graph in (False, True):
+        _, found = trained(lambda: kind(0.1), "", clip, graph)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5)
+        said = error_of(trained, lambda: kind(0.1, global_clipnorm=0.5), "", applied, graph)
+        assert "with global_clipnorm each rank would clip by the norm of its own" in said, said
+        smp.shutdown()
+
+
+@jobs.BOTH_KERAS
+def test_clipping_by_the_norm_over_all_ranks(env: Any) -> None:
+    jobs.run(clipped, "2", env=env, timeout=200)
