@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -52,13 +53,15 @@ class _Compressor:
 
 
 class _Half(_Compressor):
-    """Sends floating-point tensors as float16."""
+    """Sends float32 and float64 as float16."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
         """Returns what is sent, and what `decompress` needs."""
         value = tf.convert_to_tensor(tensor)
-        sent = tf.cast(value, tf.float16) if value.dtype.is_floating else value
+        # bfloat16 is as short, and has numbers that float16 does not have.
+        is_long = value.dtype.is_floating and value.dtype.size > 2
+        sent = tf.cast(value, tf.float16) if is_long else value
         return sent, value.dtype
 
     @staticmethod
@@ -94,9 +97,21 @@ def _order() -> tf.Tensor:
 
 
 def _through_numpy(
-    call: Callable[[Any], Any], backward: Callable[[Any], Any], given: Any, shape: Any = None
+    call: Callable[[Any], Any],
+    backward: Callable[..., Any],
+    given: Any,
+    order: Any = None,
+    shape: Any = None,
 ) -> tf.Tensor:
-    """Runs a call on an array; stateful, so TensorFlow keeps the order of the program."""
+    """Runs a call on an array; stateful, so TensorFlow keeps the order of the program.
+
+    Args:
+        call: gets the array.
+        backward: gets the gradient of the result and, in a graph, the resource of this call.
+        given: what becomes the array.
+        order: the resource; see `_order`.
+        shape: of the result, if it is not that of `given`.
+    """
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def run(array: Any) -> Any:
@@ -107,14 +122,17 @@ def _through_numpy(
     def differentiable(tensor: Any) -> Any:
         if tf.executing_eagerly():
             try:
-                return tf.convert_to_tensor(run(tensor.numpy())), backward
+                made = tf.convert_to_tensor(run(tensor.numpy()))
+                return made, functools.partial(backward, order=None)
             except smddp_numpy.Error as error:  # as the compiled operations do
                 raise tf.errors.InternalError(None, None, str(error)) from error
         result = tf.py_function(
-            lambda value, _: run(value.numpy()), [tensor, _order()], tensor.dtype
+            lambda value, _: run(value.numpy()),
+            [tensor, _order() if order is None else order],
+            tensor.dtype,
         )
         result.set_shape(tensor.shape if shape is None else shape)
-        return result, backward
+        return result, functools.partial(backward, order=result.op.inputs[1])
 
     return differentiable(tf.convert_to_tensor(given))
 
@@ -173,7 +191,9 @@ def allreduce_all(
     ]
 
 
-def _reduced(tensors: list[Any], op: ReduceOp, number: int, count: int) -> list[tf.Tensor]:
+def _reduced(
+    tensors: list[Any], op: ReduceOp, number: int, count: int, order: Any = None
+) -> list[tf.Tensor]:
     operations = job.operations()
     if operations is None:
         group = job.group()
@@ -183,10 +203,10 @@ def _reduced(tensors: list[Any], op: ReduceOp, number: int, count: int) -> list[
                 _take_turn(number, count)
             return group.allreduce(array, op=op.value)
 
-        def backward(gradient: Any) -> Any:
-            return _sum_of_gradients([gradient], op, count)[0]
+        def backward(gradient: Any, order: Any) -> Any:
+            return _sum_of_gradients([gradient], op, order, count)[0]
 
-        return [_through_numpy(call, backward, tensor) for tensor in tensors]
+        return [_through_numpy(call, backward, tensor, order) for tensor in tensors]
     call_of = operations.kernels.operations
     if count:
         group_and_op = operations.numbered, op.value
@@ -197,7 +217,8 @@ def _reduced(tensors: list[Any], op: ReduceOp, number: int, count: int) -> list[
             )
         current.results[number] = made[0]
         return list(made)
-    return list(call_of.smddp_allreduce_in_order(tensors, _order(), operations.program, op.value))
+    order = _order() if order is None else order
+    return list(call_of.smddp_allreduce_in_order(tensors, order, operations.program, op.value))
 
 
 class _Set(NamedTuple):
@@ -254,44 +275,51 @@ def _take_turn(number: int, count: int) -> None:
 
 
 # --- gradients, of the sum over ranks of what each of them differentiates -------------------------
+#
+# They use the resource that the operation has used, and not that of `_order`: in the gradient of a
+# loop TensorFlow cannot use what is outside of it.
 
 
-def _sum_of_gradients(gradients: Sequence[Any], op: ReduceOp, count: int = 0) -> list[Any]:
+def _sum_of_gradients(
+    gradients: Sequence[Any], op: ReduceOp, order: Any, count: int = 0
+) -> list[Any]:
     if count:
         raise LookupError("smddp: allreduce has no gradient: use oob_allreduce")
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         raise LookupError(f"smddp: {op} has no gradient")
-    return _reduced(list(gradients), op, 0, 0)
+    return _reduced(list(gradients), op, 0, 0, order)
 
 
-def _gradient_of_broadcast(gradient: Any, root: int) -> Any:
-    (total,) = _reduced([gradient], ReduceOp.SUM, 0, 0)
+def _gradient_of_broadcast(gradient: Any, root: int, order: Any) -> Any:
+    (total,) = _sum_of_gradients([gradient], ReduceOp.SUM, order)
     return total if job.rank() == root else tf.zeros_like(total)
 
 
-def _gradient_of_allgather(gradient: Any) -> Any:
-    return _reduced([gradient], ReduceOp.SUM, 0, 0)[0][job.rank()]
+def _gradient_of_allgather(gradient: Any, order: Any) -> Any:
+    return _sum_of_gradients([gradient], ReduceOp.SUM, order)[0][job.rank()]
 
 
 @tf.RegisterGradient("SmddpAllreduceInOrder")  # type: ignore[untyped-decorator]
 def _(operation: Any, *gradients: Any) -> list[Any]:
     kind = ReduceOp(smddp_numpy.Op(operation.get_attr("op")))
-    return [*_sum_of_gradients(gradients, kind), None]
+    return [*_sum_of_gradients(gradients, kind, operation.inputs[-1]), None]
 
 
 @tf.RegisterGradient("SmddpAllreduce")  # type: ignore[untyped-decorator]
 def _(operation: Any, *gradients: Any) -> list[Any]:
-    return [*_sum_of_gradients(gradients, ReduceOp.SUM, operation.get_attr("count")), None]
+    count = operation.get_attr("count")
+    return [*_sum_of_gradients(gradients, ReduceOp.SUM, operation.inputs[-1], count), None]
 
 
 @tf.RegisterGradient("SmddpBroadcast")  # type: ignore[untyped-decorator]
 def _(operation: Any, gradient: Any) -> Any:
-    return _gradient_of_broadcast(gradient, operation.get_attr("root")), None
+    root = operation.get_attr("root")
+    return _gradient_of_broadcast(gradient, root, operation.inputs[-1]), None
 
 
 @tf.RegisterGradient("SmddpAllgather")  # type: ignore[untyped-decorator]
 def _(operation: Any, gradient: Any) -> Any:
-    return _gradient_of_allgather(gradient), None
+    return _gradient_of_allgather(gradient, operation.inputs[-1]), None
 
 
 def allreduce(
@@ -357,7 +385,7 @@ def allgather(tensor: Any) -> tf.Tensor:
         return operations.kernels.operations.smddp_allgather(tensor, _order(), operations.program)
     group, value = job.group(), tf.convert_to_tensor(tensor)
     shape = None if value.shape.rank is None else [group.size, *value.shape]
-    return _through_numpy(group.allgather, _gradient_of_allgather, value, shape)
+    return _through_numpy(group.allgather, _gradient_of_allgather, value, shape=shape)
 
 
 def broadcast(tensor: Any, root_rank: int) -> tf.Tensor:
@@ -378,9 +406,7 @@ def broadcast(tensor: Any, root_rank: int) -> tf.Tensor:
         # A copy that can be written to; TensorFlow gives numbers for tensors without dimensions.
         return group.broadcast(np.array(array), root_rank)
 
-    return _through_numpy(
-        call, lambda gradient: _gradient_of_broadcast(gradient, root_rank), tensor
-    )
+    return _through_numpy(call, functools.partial(_gradient_of_broadcast, root=root_rank), tensor)
 
 
 def is_v1_graph() -> bool:

@@ -85,8 +85,8 @@ class CheckpointManager:
         """Restores a checkpoint, and returns its name; None if there is none.
 
         Args:
-            restore_prefix: the name, or a path that ends in it; None for the newest that all
-                partitions have saved.
+            restore_prefix: the name, or a path that ends in it; None for the one that was saved
+                last, of those that all partitions have.
 
         Raises:
             SMPUsageError: before the first step, there is no such checkpoint, or one of its
@@ -96,12 +96,13 @@ class CheckpointManager:
         """
         with job.together("CheckpointManager.restore"):
             mine, complete = self._mine(), self._complete()
-        everybody = [set(names) for names in job.exchange("world", complete)]
-        common = set.intersection(*everybody)
+        everybody: list[list[str]] = job.exchange("world", complete)
+        common = set.intersection(*map(set, everybody))
         if restore_prefix is None:
             if not common:
                 return None
-            name: str = max(common, key=_number_of)
+            # As they were saved: a later run may have begun to count anew.
+            name: str = max(common, key=everybody[0].index)
         else:
             name = Path(restore_prefix).name
             lacking = [rank for rank, names in enumerate(everybody) if name not in names]
@@ -126,6 +127,7 @@ class CheckpointManager:
         return self._directory / f"partition_{part}"
 
     def _complete(self) -> list[str]:
+        """Returns the names of this partition's checkpoints, in the order of their saving."""
         found = tf.train.get_checkpoint_state(str(self._folder(job.pp_rank())))
         paths = [] if found is None else found.all_model_checkpoint_paths
         return [Path(path).name for path in paths if Path(path).name.startswith(f"{self._name}-")]

@@ -96,6 +96,10 @@ def collectives() -> None:
     half = sdp.oob_allreduce(tf.constant([1 / 3]), compression=sdp.Compression.fp16)
     assert half.dtype == tf.float32
     np.testing.assert_allclose(half, [1 / 3], rtol=1e-3)
+    large = tf.constant([2.0**17 * (me + 1)], tf.bfloat16)  # float16 ends at 65504
+    large = sdp.oob_allreduce(large, sdp.Compression.fp16, sdp.ReduceOp.MAX)
+    assert large.dtype == tf.bfloat16
+    assert float(large[0]) == 2.0**17 * sdp.size()
     assert sdp.overlap(mean) is mean
     variable = tf.Variable([float(me)])
     sdp.broadcast_variables([variable], 1)

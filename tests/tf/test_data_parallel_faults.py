@@ -180,6 +180,16 @@ def differentiated() -> None:
         np.testing.assert_allclose(sent, [total * (me == 1)] * 2)
         found = error_of(how, lambda y: sdp.allreduce(y, 0, 1))
         assert "allreduce has no gradient" in found, found
+
+    def repeated(y: Any) -> Any:
+        for call in (sdp.oob_allreduce, lambda z: sdp.broadcast(z, 1), sdp.allgather):
+            for _ in tf.range(2):
+                y = tf.reshape(call(y), [-1, 2])[-1] * 3.0
+        return y
+
+    # Sums: of averages, of broadcasts from 1, and of the last rows, which are rank 1's.
+    np.testing.assert_allclose(of(repeated), tf.function(of)(repeated))
+    np.testing.assert_allclose(tf.function(of)(repeated), [0.5 * 3**6 * total] * 2)
     sdp.shutdown()
 
 

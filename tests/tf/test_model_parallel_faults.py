@@ -335,6 +335,16 @@ def resumed(folder: str) -> None:
         assert manager.restore() == "ckpt-1"
         for one, other in zip(train(), expected, strict=True):
             np.testing.assert_array_equal(one, other)
+        manager.save(7)
+        smp.shutdown()
+        # A run that begins anew, in the same folder, and is interrupted.
+        train, manager, model = begin(kind(0.1))
+        expected = train()
+        assert manager.save() == "ckpt-1"
+        train()
+        assert manager.restore() == "ckpt-1"
+        for variable, other in zip(model.variables, expected, strict=True):
+            np.testing.assert_array_equal(np.array(variable), other)
         smp.shutdown()
         _, manager, model = begin(kinds.SGD(0.1))
         before = [np.array(variable) for variable in model.variables]

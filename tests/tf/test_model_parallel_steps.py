@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import types
 from pathlib import Path
@@ -551,3 +552,109 @@ def unused() -> None:
 @jobs.BOTH_KERAS
 def test_gradients_that_are_missing(env: Any) -> None:
     jobs.run(unused, "2", env=env, timeout=200)
+
+
+def trained_alone(optimizer: Any, frozen: str, apply: Any) -> list[Any]:
+    """Returns the weights of the model of `trained`, in one process."""
+    import tensorflow as tf
+
+    tf.keras.utils.set_random_seed(1)
+    layers = {name: tf.keras.layers.Dense(size) for name, size in (("one", 3), ("two", 2))}
+    model = tf.keras.Sequential(list(layers.values()))
+    model.build((8, 3))
+    if frozen:
+        layers[frozen].trainable = False
+    for _ in range(3):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(batch(tf)) ** 2)
+        variables = model.trainable_variables
+        apply(optimizer, tape.gradient(loss, variables), variables)
+    return [np.array(one) for layer in layers.values() for one in layer.weights]
+
+
+def batch(tf: Any) -> Any:
+    return tf.reshape(tf.range(24.0), (8, 3)) / 8
+
+
+def trained(make: Any, frozen: str, apply: Any, graph: bool) -> tuple[Any, list[Any]]:
+    """Returns the optimizer, and the weights of all ranks."""
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    tf.keras.utils.set_random_seed(1)
+    model, optimizer = model_of(smp, tf), make()
+    model.build((8, 3))
+    if frozen:
+        getattr(model, frozen).trainable = False
+
+    @smp.step
+    def step(rows: Any) -> Any:
+        loss = tf.reduce_mean(model(rows) ** 2)
+        return optimizer.get_gradients(loss, model.trainable_variables)
+
+    def train(rows: Any) -> None:
+        gradients = [one.accumulate() for one in step(rows)]
+        apply(optimizer, gradients, model.trainable_variables)
+
+    train = tf.function(train) if graph else train
+    for _ in range(3):
+        train(batch(tf))
+    parts = smp.allgather([np.array(one) for one in model.variables], smp.PP_GROUP)
+    smp.shutdown()
+    return optimizer, [one for part in parts for one in part]
+
+
+def applied(optimizer: Any, gradients: Any, variables: Any) -> None:
+    optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+
+def frozen_rank() -> None:
+    import tensorflow as tf
+
+    kinds = [tf.keras.optimizers.Adam]
+    if os.environ.get("TF_USE_LEGACY_KERAS"):
+        kinds.append(tf.keras.optimizers.legacy.Adam)
+    for kind in kinds:
+        for frozen in ("one", "two"):
+            expected = trained_alone(kind(0.1), frozen, applied)
+            for graph in (False, True):
+                optimizer, found = trained(lambda kind=kind: kind(0.1), frozen, applied, graph)
+                assert int(optimizer.iterations) == 3
+                for one, other in zip(found, expected, strict=True):
+                    np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+@jobs.BOTH_KERAS
+def test_a_rank_whose_layers_are_frozen(env: Any) -> None:
+    jobs.run(frozen_rank, "2", env=env, timeout=200)
+
+
+def clipped() -> None:
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    kind = tf.keras.optimizers.SGD
+
+    def norm_of_all(own: Any) -> Any:
+        return np.linalg.norm(smp.allgather(own.numpy(), smp.PP_GROUP))
+
+    def clip(optimizer: Any, gradients: Any, variables: Any) -> None:
+        norm = tf.py_function(norm_of_all, [tf.linalg.global_norm(gradients)], tf.float32)
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.5, use_norm=norm)
+        applied(optimizer, gradients, variables)
+
+    expected = trained_alone(kind(0.1, global_clipnorm=0.5), "", applied)
+    for graph in (False, True):
+        _, found = trained(lambda: kind(0.1), "", clip, graph)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5)
+        said = error_of(trained, lambda: kind(0.1, global_clipnorm=0.5), "", applied, graph)
+        assert "with global_clipnorm each rank would clip by the norm of its own" in said, said
+        smp.shutdown()
+
+
+@jobs.BOTH_KERAS
+def test_clipping_by_the_norm_over_all_ranks(env: Any) -> None:
+    jobs.run(clipped, "2", env=env, timeout=200)
