@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from smddp import _load
 from smddp._version import __version__
-from smddp.backend import GroupOptions, create_process_group
+from smddp.backend import GroupOptions, backend_of, create_process_group
 from smddp.errors import (
     AbortedError,
     CollectiveMismatchError,
@@ -87,9 +87,7 @@ def _backend_of(group: dist.ProcessGroup | None) -> ProcessGroup:
         raise ValueError("this rank is not in the group")
     backend: Any = None
     with contextlib.suppress(RuntimeError):  # there is none for CPU tensors
-        backend = group._get_backend(torch.device("cpu"))
-    # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps each backend.
-    backend = getattr(backend, "wrapped_pg", backend)
+        backend = backend_of(group, "cpu")
     if not hasattr(backend, "statistics"):
         raise ValueError(f'the group does not use backend "{BACKEND_NAME}" for CPU tensors')
     return cast("ProcessGroup", backend)

@@ -20,7 +20,19 @@ from smddp_registration import BACKEND_NAME
 if TYPE_CHECKING:
     from smddp._C import ProcessGroup
 
-__all__ = ["GroupOptions", "create_process_group"]
+__all__ = ["GroupOptions", "backend_of", "create_process_group"]
+
+
+def backend_of(group: dist.ProcessGroup, kind: str) -> Any:
+    """Returns the backend of a group for a kind of device, such as "cpu".
+
+    With `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch wraps each backend; this is the one inside.
+
+    Raises:
+        RuntimeError: the group has none for that kind.
+    """
+    backend = group._get_backend(torch.device(kind))
+    return getattr(backend, "wrapped_pg", backend)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from smddp import _C
-from smddp.modelparallel.common.backend import backend_of
+from smddp.backend import backend_of
 from smddp.modelparallel.job.collectives import Collectives
 from smddp_smp.topology import Topology
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from smddp import _C
-from smddp.modelparallel.common.backend import backend_of
+from smddp.backend import backend_of
 from smddp.modelparallel.pipeline.pickling import dumps
 from smddp.modelparallel.pipeline.protocol import Kind, Message
 from smddp_smp.failure import summary
