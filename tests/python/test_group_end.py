@@ -10,6 +10,9 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
+
+import smddp
 
 pytestmark = pytest.mark.multiprocess
 
@@ -84,6 +87,42 @@ def test_a_wait_for_a_sparse_sum_times_out() -> None:
         assert "rank 1 (pid" in text
 
 
+def _slow_parts() -> str:
+    dist.init_process_group("smddp", timeout=timedelta(seconds=60))
+    dist.barrier()
+    try:
+        if dist.get_rank() == 1:
+            for tag in range(4):
+                time.sleep(1.2)
+                dist.send(torch.ones(1), 0, tag=tag)
+            return "no error"
+        with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as calls:
+            for tag in range(4):
+                dist.irecv(torch.zeros(1), 1, tag=tag)
+        calls.works[0].wait(timedelta(seconds=2))
+    except dist.DistBackendError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_wait_for_several_messages_has_one_time_out() -> None:
+    assert "Timed out after 2.0 s" in ranks.check_ranks(_slow_parts, "2")[0]
+
+
+def _ended_works() -> int:
+    with ranks.job(), allow_inflight_collective_as_graph_input_ctx():
+        for way in ("wait", "synchronize"):
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            assert work is not None
+            getattr(work, way)()
+            work.wait()
+        return torch._C._distributed_c10d._get_work_registry_size()
+
+
+def test_works_that_have_ended_leave_the_registry_of_torch() -> None:
+    assert ranks.check_ranks(_ended_works, "2") == [0, 0]
+
+
 def _waits_for_ever() -> None:
     dist.init_process_group("smddp")
     group = dist.new_group(timeout=timedelta.max)
@@ -110,3 +149,45 @@ def _sparse_bools() -> None:
 
 def test_sparse_bools_are_refused_before_anything_moves() -> None:
     ranks.check_ranks(_sparse_bools, "2")
+
+
+def _after_the_other_has_left(call: str, used: bool) -> str:
+    """Calls what rank 0, which has left, will never call. Returns the error of rank 1."""
+    with ranks.job():
+        group = dist.new_group(timeout=timedelta(seconds=60))
+        assert isinstance(group, dist.ProcessGroup)
+        vector = torch.ones(4)
+        if used:
+            dist.all_reduce(vector, group=group)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            # It arrives, although its sender leaves at once.
+            dist.send(vector * 3, 1, group, tag=1)
+            dist.destroy_process_group(group)
+            dist.barrier()
+            return ""
+        assert dist.recv(vector, 0, group, tag=1) == 0
+        assert vector[-1] == (6 if used else 3)
+        try:
+            if call == "recv":
+                dist.recv(vector, 0, group)
+            elif call == "send":
+                dist.send(vector, 0, group)
+            else:
+                dist.all_reduce(vector, group=group)
+        except smddp.PeerLostError as error:
+            return str(error)
+        finally:
+            dist.barrier()
+        return "no error"
+
+
+@pytest.mark.parametrize("call", ["recv", "send", "all_reduce"])
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("layout", ["2", "1+1"])
+def test_a_rank_that_has_left_is_named(call: str, used: bool, layout: str) -> None:
+    began = time.monotonic()
+    _, error = ranks.check_ranks(_after_the_other_has_left, layout, call, used)
+    assert "rank 0 (pid" in error, error
+    assert "is gone: it left the group" in error, error
+    assert time.monotonic() - began < 40
