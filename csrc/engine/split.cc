@@ -208,8 +208,8 @@ std::shared_ptr<Group> splitGroup(Engine& engine, const std::shared_ptr<Group>& 
     mine = introduction.group;
   });
   if (!group) {
-    begun.text = padded<400>(fmt::format("rank {} cannot join group \"{}\": {}", spec.me,
-                                         spec.name, unpadded(begun.text)));
+    begun.text = padded<400>(fmt::format("rank {} cannot join group \"{}\": {}", spec.me, spec.name,
+                                         unpadded(begun.text)));
   }
   const auto entries = exchange.run(begun, mine);
   std::vector<bootstrap::Introduction> introductions;
