@@ -113,8 +113,8 @@ class Rendezvous {
   const Seal seal_;
   const MonotonicClock clock_;
   const Watch watch_;
-  std::string
-      earlierNote_;  // of a rank that has left the meeting before this one; empty: there was none
+  // Where a rank of the meeting before this one would leave a note; empty: there was none.
+  std::string earlierNote_;
   int64_t epoch_ = 0;
   bool isCauseKnown_ = false;           // the error is not the store's
   bool isIn_ = false;                   // in an epoch whose ranks wait for this one

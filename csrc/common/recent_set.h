@@ -1,4 +1,5 @@
-// The numbers that were added last, each with a value or without. What is remembered of things that have ended, so that it does not grow for ever.
+// The numbers that were added last, each with a value or without: what is remembered of things that have ended, so that
+// it does not grow for ever.
 //
 // Not thread-safe.
 #pragma once

@@ -72,8 +72,8 @@ class Engine {
   CompletionPtr submit(Group& group, Message message);
   // submit() and wait() in one. Throws the operation's error.
   void run(Group& group, Request request);
-  // The same as submit() without running anything: for threads that must not run continuations. The group has to live until the
-  // operation has ended.
+  // The same as submit() without running anything: for threads that must not run continuations. The group has to live
+  // until the operation has ended.
   void enqueue(Group& group, Request request, CompletionPtr completion);
   void enqueue(Group& group, Message message, CompletionPtr completion);
   // Waits until the operation has ended, well or not; its own deadline ends it at the latest. An exception of

@@ -366,7 +366,7 @@ void Executor::moveEncoded(const Step& step, int64_t trip) {
 // to step as float16, the first step therefore divides by the power of two that is not less than the number of ranks,
 // and the last one by the rest. Example: 6 ranks with 40000 each: partial sums of 5000, 10000, …, 30000; 30000 / 0.75 is
 // 40000. A power of two changes no digits, unless the number becomes smaller than 2^-14.
-std::pair<ReduceOp, reduction::Scale> Executor::arithmeticOf(const Step& step) const {
+Executor::Arithmetic Executor::arithmeticOf(const Step& step) const {
   ReduceOp op = binding_.op;
   reduction::Scale scale = binding_.scale;
   if (op == ReduceOp::AVG && binding_.type == DataType::float16 &&
@@ -384,7 +384,8 @@ std::pair<ReduceOp, reduction::Scale> Executor::arithmeticOf(const Step& step) c
 // Copies and reductions, in as many runs as the buffers are made of.
 void Executor::move(const Step& step, int64_t trip) {
   if (hasEncoded(step)) return moveEncoded(step, trip);
-  const auto [op, scale] = arithmeticOf(step);
+  const Arithmetic arithmetic = arithmeticOf(step);
+  const auto& scale = arithmetic.scale;
   const bool copies = step.numSources == 1 && !scale.pre && !scale.post;
   const auto elementBytes = static_cast<int64_t>(sizeOf(binding_.type));
   constexpr int64_t kLongBytes = transport::shm::StoreChoice::kLongBytes;
@@ -408,7 +409,7 @@ void Executor::move(const Step& step, int64_t trip) {
     }
     const auto write = [&](bool streams) {
       if (streams) {
-        writeStreaming(step, run, copies, op, scale);
+        writeStreaming(step, run, copies, arithmetic);
       } else if (copies) {
         for (void* destination : destinations_) {
           if (destination != sources_.front()) {
@@ -417,7 +418,7 @@ void Executor::move(const Step& step, int64_t trip) {
         }
       } else {
         reduction::reduce(destinations_, sources_, static_cast<size_t>(run / elementBytes),
-                          binding_.type, op, scale);
+                          binding_.type, arithmetic.op, scale);
       }
     };
     if (writesToStaging && run >= kLongBytes) {
@@ -435,8 +436,8 @@ bool Executor::isStaging(const Step& step, uint32_t destination) const {
 
 // Writes staging memory with streaming stores, which bypass the caches. It works piece by piece, so that a sum is still
 // in the first-level cache when it is copied. Advances destinations_ and sources_.
-void Executor::writeStreaming(const Step& step, int64_t bytes, bool copies, ReduceOp op,
-                              const reduction::Scale& scale) {
+void Executor::writeStreaming(const Step& step, int64_t bytes, bool copies,
+                              const Arithmetic& arithmetic) {
   constexpr int64_t kPieceBytes = 16384;
   const auto elementBytes = static_cast<int64_t>(sizeOf(binding_.type));
   sums_.resize(kPieceBytes);
@@ -447,7 +448,8 @@ void Executor::writeStreaming(const Step& step, int64_t bytes, bool copies, Redu
     const void* result = sources_.front();
     if (!copies) {
       void* sum = other == step.numDestinations ? sums_.data() : destinations_[other];
-      reduction::reduce({&sum, 1}, sources_, piece / elementBytes, binding_.type, op, scale);
+      reduction::reduce({&sum, 1}, sources_, piece / elementBytes, binding_.type, arithmetic.op,
+                        arithmetic.scale);
       result = sum;
     }
     for (uint32_t i = 0; i < step.numDestinations; ++i) {

@@ -101,14 +101,18 @@ class Executor {
   bool advanceLane(size_t lane);
   bool execute(uint32_t stepIndex, int64_t trip);
   // What a copy or reduction computes.
-  std::pair<ReduceOp, reduction::Scale> arithmeticOf(const plan::Step& step) const;
+  struct Arithmetic {
+    ReduceOp op;
+    reduction::Scale scale;
+  };
+  Arithmetic arithmeticOf(const plan::Step& step) const;
   void move(const plan::Step& step, int64_t trip);
   void moveEncoded(const plan::Step& step, int64_t trip);
   void gather(uint32_t refIndex, int64_t trip, int64_t skip, std::span<std::byte> to) const;
   bool hasEncoded(const plan::Step& step) const;
   bool isStaging(const plan::Step& step, uint32_t destination) const;
-  void writeStreaming(const plan::Step& step, int64_t bytes, bool copies, ReduceOp op,
-                      const reduction::Scale& scale);
+  void writeStreaming(const plan::Step& step, int64_t bytes, bool copies,
+                      const Arithmetic& arithmetic);
   Buffer::Run resolve(uint32_t refIndex, int64_t trip, int64_t skip, int64_t length) const;
   bool counterReached(const plan::Step& step, int64_t value) const;
   transport::Payload payloadOf(const plan::Step& step, int64_t trip) const;

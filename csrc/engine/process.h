@@ -125,7 +125,8 @@ class Process {
   // Whether the memory of `other` can be mapped here. Keeps the mapping. Throws Resource if our process has no
   // descriptor or address space left. [thread-safe]
   bool tryMap(const bootstrap::Introduction& other, std::string* why);
-  // Creates the endpoint and the lifelines, at the address `host` (addressForPeers()); once. Throws Usage when built without libfabric.
+  // Creates the endpoint and the lifelines, at the address `host` (addressForPeers()); once. Throws Usage when built
+  // without libfabric.
   // Throws Resource when there are not enough descriptors for `remotePeers` as well.
   void openFabric(size_t remotePeers, const std::string& host);
   bool hasFabric() const {
