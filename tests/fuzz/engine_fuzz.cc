@@ -63,7 +63,7 @@ struct Player {
     options.slabBytes = size_t{64} << 20;
     options.lifelines = false;
     process.emplace(std::move(options), ownership);
-    process->openFabric(1);
+    process->openFabric(1, "127.0.0.1");
     registry.emplace(ownership, *process);
     group = std::make_shared<Group>(*process, Group::Spec{"g", me, size});
     introduction = process->introduce(group->makeEntry());

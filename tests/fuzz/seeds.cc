@@ -354,9 +354,9 @@ void engineSeeds() {
   } abort;
   Blob barrier = behind({0, 1, 8, 15, 7, 0, 4}, {});
   add(barrier, control(answer));
-  LeftMessage left;
-  left.calls = 1;
-  add(barrier, control(left));
+  LeftMessage goodbye;
+  goodbye.calls = 1;
+  add(barrier, control(goodbye));
   add(barrier, control(inquiry));
   inquiry.sequence = 0;
   add(barrier, control(inquiry));
