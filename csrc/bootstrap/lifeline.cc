@@ -119,6 +119,7 @@ void Lifeline::dial(const ProcessId& process) {
   Connection connection{std::move(socket), State::Connecting, false, process};
   connection.mayBeDropped = Deadline::after(clock_, options_.handshakeTimeout / 2);
   connections_.emplace(id, std::move(connection));
+  byPeer_[process] = id;
 }
 
 void Lifeline::onDialError(const ProcessId& process, int error) {
@@ -230,6 +231,7 @@ void Lifeline::onHello(Connections::iterator it) {
   // There is one connection per pair, made by the smaller id. Drop any other.
   if (!(hello->from < self_) || find(hello->from) != connections_.end()) return drop(it);
   connection.peer = hello->from;
+  byPeer_[connection.peer] = it->first;
   connection.deadline = Deadline::never();
   if (peers_.contains(connection.peer)) return admit(it);
   // The peer was introduced to us later than we to it. Keep the connection until connect() names the peer.
@@ -331,17 +333,18 @@ void Lifeline::depart(const ProcessId& process, bool orderly, const std::string&
 
 void Lifeline::drop(Connections::iterator it) {
   endConnection(epoll_, it->second.socket.get());
+  byPeer_.erase(it->second.peer);
   connections_.erase(it);
 }
 
 Lifeline::Connections::iterator Lifeline::find(const ProcessId& process) {
-  return std::find_if(connections_.begin(), connections_.end(),
-                      [&](const auto& entry) { return entry.second.peer == process; });
+  const auto found = byPeer_.find(process);
+  return found != byPeer_.end() ? connections_.find(found->second) : connections_.end();
 }
 
 Lifeline::Connections::const_iterator Lifeline::find(const ProcessId& process) const {
-  return std::find_if(connections_.begin(), connections_.end(),
-                      [&](const auto& entry) { return entry.second.peer == process; });
+  const auto found = byPeer_.find(process);
+  return found != byPeer_.end() ? connections_.find(found->second) : connections_.end();
 }
 
 size_t Lifeline::numHalfOpen() const {
