@@ -200,36 +200,44 @@ std::vector<const Row*> overriding(Collective collective, const std::string& ove
 
 }  // namespace
 
-const Choice& select(const plan::Topology& t, const plan::Limits& limits, const Shape& shape,
-                     int64_t oneShotBytes, const std::string& overrides, const char* origin,
-                     const Tuning& tuning) {
-  const std::string where = fmt::format("{}={}", origin, overrides);
-  const auto asked = overriding(shape.collective, overrides, where);
+const Choice* find(const plan::Topology& t, const plan::Limits& limits, const Shape& shape,
+                   int64_t oneShotBytes, const std::string& overrides, const char* origin,
+                   const Tuning& tuning) {
+  const auto asked =
+      overriding(shape.collective, overrides, fmt::format("{}={}", origin, overrides));
   for (const Row* row : asked) {
-    if (canServe(*row, t, limits, shape)) return row->choice;
+    if (canServe(*row, t, limits, shape)) return &row->choice;
   }
-  // Shape::afterArrival rules out algorithms because of other ranks' buffers. That is not the user's mistake: no error.
-  if (!asked.empty() && !shape.afterArrival) {
-    std::string able;
-    for (const Row& row : kTable) {
-      if (!canServe(row, t, limits, shape)) continue;
-      able += (able.empty() ? "" : " or ") + std::string(row.choice.name);
-    }
-    const bool isEncoded = shape.wire != Wire::fp32;
-    raise(ErrorKind::Usage,
-          "{} names no algorithm for {} of {} bytes in {} buffers on {} node(s){}; add to it {}{}",
-          where, toString(shape.collective), shape.bytes, shape.shared ? "shared" : "private",
-          t.numNodes(), isEncoded ? fmt::format(" that travels as {}", toString(shape.wire)) : "",
-          able, isEncoded ? ", or let it travel as fp32 (SMDDP_WIRE)" : "");
-  }
-  if (const Row* row = measuredBest(tuning, t, limits, shape)) return row->choice;
+  // Shape::afterArrival rules out algorithms because of other ranks' buffers. That is not the user's mistake.
+  if (!asked.empty() && !shape.afterArrival) return nullptr;
+  if (const Row* row = measuredBest(tuning, t, limits, shape)) return &row->choice;
   for (const Row& row : kTable) {
     if (isPreferred(row, t, shape, oneShotBytes) && canServe(row, t, limits, shape)) {
-      return row.choice;
+      return &row.choice;
     }
   }
   raise(ErrorKind::Internal, "no algorithm for {} of {} bytes", toString(shape.collective),
         shape.bytes);
+}
+
+const Choice& select(const plan::Topology& t, const plan::Limits& limits, const Shape& shape,
+                     int64_t oneShotBytes, const std::string& overrides, const char* origin,
+                     const Tuning& tuning) {
+  if (const Choice* found = find(t, limits, shape, oneShotBytes, overrides, origin, tuning)) {
+    return *found;
+  }
+  std::string able;
+  for (const Row& row : kTable) {
+    if (!canServe(row, t, limits, shape)) continue;
+    able += (able.empty() ? "" : " or ") + std::string(row.choice.name);
+  }
+  const bool isEncoded = shape.wire != Wire::fp32;
+  raise(ErrorKind::Usage,
+        "{}={} names no algorithm for {} of {} bytes in {} buffers on {} node(s){}; add to it {}{}",
+        origin, overrides, toString(shape.collective), shape.bytes,
+        shape.shared ? "shared" : "private", t.numNodes(),
+        isEncoded ? fmt::format(" that travels as {}", toString(shape.wire)) : "", able,
+        isEncoded ? ", or let it travel as fp32 (SMDDP_WIRE)" : "");
 }
 
 Wire encodedAs(const plan::Topology& t, Collective collective, int64_t bytes, Wire wanted) {

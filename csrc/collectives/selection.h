@@ -30,6 +30,11 @@ struct Choice {
 // times: the first of its algorithms that can serve the request is taken. Throws Usage if a name is unknown, or if a
 // collective is overridden and none of the named algorithms can serve the request. `origin` says in the error where
 // the overrides were written.
+//
+// find() returns null where select() throws because none of the named algorithms can serve the request.
+const Choice* find(const plan::Topology& topology, const plan::Limits& limits, const Shape& shape,
+                   int64_t oneShotBytes, const std::string& overrides, const char* origin,
+                   const Tuning& tuning);
 const Choice& select(const plan::Topology& topology, const plan::Limits& limits, const Shape& shape,
                      int64_t oneShotBytes, const std::string& overrides,
                      const char* origin = "SMDDP_ALGORITHM", const Tuning& tuning = {});

@@ -484,18 +484,25 @@ bool Executor::put(const Step& step, uint32_t stepIndex, int64_t trip) {
     payload = payloadOf(step, trip);
     if (payload.size() < static_cast<size_t>(step.length)) {
       if (!channel.ends->send->hasCredit()) return false;
-      auto& whole = gathered_.emplace_back(static_cast<size_t>(step.length));
-      gather(step.firstRef, trip, 0, whole);
-      payload = transport::Bytes(whole);
+      Gathered& copy = freeCopy();
+      copy.bytes.resize(static_cast<size_t>(step.length));
+      gather(step.firstRef, trip, 0, copy.bytes);
+      payload = transport::Bytes(copy.bytes);
+      if (!channel.ends->send->put(number, payload, binding_.fingerprint)) return false;
+      copy.channel = channel.ends->send;
+      copy.number = number;
+      return true;
     }
   }
-  const bool sent = channel.ends->send->put(number, payload, binding_.fingerprint);
-  // A put that was refused is tried again later, with a new copy.
-  if (!sent && payload.size() > 0 && !gathered_.empty() &&
-      payload.data() == gathered_.back().data()) {
-    gathered_.pop_back();
-  }
-  return sent;
+  return channel.ends->send->put(number, payload, binding_.fingerprint);
+}
+
+Executor::Gathered& Executor::freeCopy() {
+  const auto isFree = [](const Gathered& copy) {
+    return copy.channel == nullptr || copy.channel->flushed() >= copy.number;
+  };
+  const auto found = std::ranges::find_if(gathered_, isFree);
+  return found != gathered_.end() ? *found : gathered_.emplace_back();
 }
 
 bool Executor::received(const Step& step, uint32_t stepIndex, int64_t trip) {

@@ -5,6 +5,7 @@
 // fails the operation and does not run it again.
 #pragma once
 
+#include <deque>
 #include <set>
 #include <span>
 #include <string>
@@ -98,6 +99,13 @@ class Executor {
     uint64_t receivesBefore;
   };
 
+  // A copy of a message whose source is not one run of bytes.
+  struct Gathered {
+    const transport::SendChannel* channel = nullptr;
+    uint64_t number = 0;  // of the message on the channel
+    std::vector<std::byte> bytes{};
+  };
+
   bool advanceLane(size_t lane);
   bool execute(uint32_t stepIndex, int64_t trip);
   // What a copy or reduction computes.
@@ -108,6 +116,8 @@ class Executor {
   Arithmetic arithmeticOf(const plan::Step& step) const;
   void move(const plan::Step& step, int64_t trip);
   void moveEncoded(const plan::Step& step, int64_t trip);
+  // A copy that nothing reads any more, or a new one.
+  Gathered& freeCopy();
   void gather(uint32_t refIndex, int64_t trip, int64_t skip, std::span<std::byte> to) const;
   bool hasEncoded(const plan::Step& step) const;
   bool isStaging(const plan::Step& step, uint32_t destination) const;
@@ -140,8 +150,7 @@ class Executor {
   bool done_ = true;
   int64_t exchanged_ = 0;  // bytes, with other nodes
   bool hasReceived_ = false;
-  // Copies of messages whose source is not one run of bytes; kept until the execution ends.
-  std::vector<std::vector<std::byte>> gathered_;
+  std::deque<Gathered> gathered_;  // as many as the network reads at a time; none when the execution ends
   // Scratch of move(), kept to save allocations.
   std::vector<void*> destinations_;
   std::vector<const void*> sources_;

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "common/config.h"
-#include "plan/plan.h"
+#include "plan/builder.h"
 
 namespace smddp::engine {
 
@@ -15,8 +15,9 @@ inline plan::Limits limitsFromSettings() {
   // Slots of windows have room for the longest message, and no message need be longer than a chunk.
   limits.messageBytes = std::min(limits.messageBytes, limits.fabricChunkBytes);
   limits.window = settings().fabricWindow;
-  // SMDDP_POOL_BYTES is the size of a half, which holds all pools of a plan.
-  limits.halfBytes = settings().poolBytes;
+  // SMDDP_POOL_BYTES is the size of a half, which holds all pools of a plan. Slots begin at whole granules, so a rest
+  // would have no room for the end of the longest vector.
+  limits.halfBytes = settings().poolBytes / plan::kGranule * plan::kGranule;
   return limits;
 }
 

@@ -149,6 +149,7 @@ void Operations::takeFusable(std::vector<Operation>& taken) {
   int64_t bytes = first.bytes;
   while (!pending_.empty() && taken.size() < kMaxFused) {
     const Request& next = pending_.front().request;
+    if (conflicts(taken, pending_.front())) break;
     bytes += next.bytes;
     if (next.collective != first.collective || next.type != first.type || next.op != first.op ||
         next.factor != first.factor || bytes > settings().fusionBytes ||
@@ -166,7 +167,13 @@ void Operations::takeFusable(std::vector<Operation>& taken) {
 bool Operations::canFuse(int64_t first, int64_t together) {
   const collectives::Choice* choice = plans_.get({Collective::AllReduce, first}).choice;
   return choice->preamble != collectives::Preamble::NoCopy &&
-         plans_.get({Collective::AllReduce, together}).choice == choice;
+         plans_.choiceFor({Collective::AllReduce, together}) == choice;
+}
+
+bool Operations::conflicts(const std::vector<Operation>& running, const Operation& next) {
+  return std::ranges::any_of(running, [&](const Operation& operation) {
+    return operation.footprint.conflictsWith(next.footprint);
+  });
 }
 
 // --- the life of an execution -----------------------------------------------------------------------------
@@ -227,11 +234,17 @@ void Operations::endWait(TrackState& state, Nanoseconds& waited) {
   state.waitsSince = 0;
 }
 
+// Only this rank knows where its buffers lie, so others may begin an execution that this one holds back. Those that are
+// in flight do not need it, so they end, and then it begins.
 bool Operations::hasNext(TrackState&) {
   if (pending_.empty()) return false;
-  const Request& next = pending_.front().request;
-  const bool isBarrier = next.collective == Collective::Barrier && next.partOf == PartOf::Itself;
-  return !isBarrier || oldestInFlight() == nullptr;
+  const Operation& next = pending_.front();
+  const bool isBarrier =
+      next.request.collective == Collective::Barrier && next.request.partOf == PartOf::Itself;
+  if (isBarrier) return oldestInFlight() == nullptr;
+  return std::ranges::none_of(tracks_, [&](const auto& state) {
+    return state->phase != Phase::Idle && conflicts(state->operations, next);
+  });
 }
 
 Operations::TrackState* Operations::oldestInFlight() {

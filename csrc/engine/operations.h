@@ -1,8 +1,8 @@
 // The collective operations of one group: those that wait for their turn and those that run.
 //
 // Operations begin in the order submitted. Execution n of the group, counted from 0, runs on track n % tracks, and
-// begins when that track is free. A barrier begins when all tracks are free. So when it ends, all earlier operations
-// have ended on all ranks. When the ranks of the node have arrived at an execution, they agree (Team) on what one rank
+// begins when that track is free, and when no execution in flight uses memory that it writes, or writes memory that it
+// uses. A barrier begins when all tracks are free. So when it ends, all earlier operations have ended on all ranks. When the ranks of the node have arrived at an execution, they agree (Team) on what one rank
 // may not decide alone: whether tensors are read where they lie, and how many waiting requests are fused. kTransitions
 // in operations.cc is the life of an execution.
 //
@@ -19,6 +19,7 @@
 #include "engine/channels.h"
 #include "engine/ended_operations.h"
 #include "engine/executor.h"
+#include "engine/footprint.h"
 #include "engine/in_flight.h"
 #include "engine/membership.h"
 #include "engine/metrics.h"
@@ -61,6 +62,7 @@ class Operations final : public Watched {
     uint64_t sequence = 0;
     transport::CallFingerprint fingerprint;
     Nanoseconds submittedAt = 0;  // 0: it is not counted
+    Footprint footprint{request.input, request.output};
   };
   // See kTransitions.
   enum class Phase { Idle, Taken, Arrived, Preamble, Running };
@@ -118,6 +120,7 @@ class Operations final : public Watched {
   void count(const TrackState& state, Nanoseconds now);
   void takeFusable(std::vector<Operation>& taken);
   bool canFuse(int64_t first, int64_t together);
+  static bool conflicts(const std::vector<Operation>& running, const Operation& next);
   void combine(TrackState& state);
   std::optional<BufferLocations> locate(const TrackState& state) const;
   void publish(TrackState& state);

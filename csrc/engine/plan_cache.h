@@ -109,10 +109,9 @@ class PlanCache {
 
   // What forbids allreduces to travel in other formats, such as "SMDDP_ALGORITHM=allreduce=ring"; null: nothing.
   std::optional<std::string> whyOnlyFp32() const {
-    const std::string& asked = overrides_.empty() ? settings().algorithm : overrides_;
-    const char* const origin = overrides_.empty() ? "SMDDP_ALGORITHM" : "algorithm";
-    if (collectives::knowsFormats(collectives::Collective::AllReduce, asked, origin)) return {};
-    return fmt::format("{}={}", origin, asked);
+    if (collectives::knowsFormats(collectives::Collective::AllReduce, overrides(), origin()))
+      return {};
+    return fmt::format("{}={}", origin(), overrides());
   }
 
   // Valid until the next get(), or as long as it is held.
@@ -128,6 +127,12 @@ class PlanCache {
     }
     if (bytes_ > limitBytes_) dropOldest();
     return entries_.front();
+  }
+
+  // The algorithm of the plan that get() would return; null where it would throw.
+  const collectives::Choice* choiceFor(const collectives::Shape& shape) const {
+    return collectives::find(topology_, limits_, shape, settings().oneShotBytes, overrides(),
+                             origin(), collectives::tuningFromSettings());
   }
 
   // Of all plans that the cache keeps.
@@ -163,12 +168,14 @@ class PlanCache {
 
  private:
   const collectives::Choice& choose(const collectives::Shape& shape) const {
-    const bool overrides = !overrides_.empty();
-    return collectives::select(topology_, limits_, shape, settings().oneShotBytes,
-                               overrides ? overrides_ : settings().algorithm,
-                               overrides ? "algorithm" : "SMDDP_ALGORITHM",
-                               collectives::tuningFromSettings());
+    return collectives::select(topology_, limits_, shape, settings().oneShotBytes, overrides(),
+                               origin(), collectives::tuningFromSettings());
   }
+  // What asks for algorithms, and where the user wrote that.
+  const std::string& overrides() const {
+    return overrides_.empty() ? settings().algorithm : overrides_;
+  }
+  const char* origin() const { return overrides_.empty() ? "SMDDP_ALGORITHM" : "algorithm"; }
   Entry build(const collectives::Shape& shape) {
     const collectives::Choice& choice = choose(shape);
     Entry entry{.shape = shape,

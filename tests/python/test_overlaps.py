@@ -242,3 +242,25 @@ def _elements_that_share_memory() -> list[str]:
 def test_elements_that_share_memory_are_refused() -> None:
     for said in ranks.check_ranks(_elements_that_share_memory, "2"):
         assert "strides [2, 1]" in said[1]
+
+
+def _calls_in_flight() -> None:
+    with ranks.job():
+        me, size = dist.get_rank(), dist.get_world_size()
+        for count in (4, 5000, 200_000):
+            # The first call takes its time, so that the others wait behind it.
+            works = [dist.all_reduce(torch.ones(1 << 20), async_op=True)]
+            memory = torch.full((count,), me + 1, dtype=torch.int64)
+            works += [dist.all_reduce(memory, async_op=True) for _ in range(3)]
+            works.append(dist.broadcast(memory[1:], 0, async_op=True))
+            works.append(dist.all_reduce(memory[1:], async_op=True))
+            for work in works:
+                work.wait()
+            expected = torch.full_like(memory, size * (size + 1) // 2 * size**2)
+            expected[1:] *= size
+            torch.testing.assert_close(memory, expected, rtol=0, atol=0)
+
+
+@layouts
+def test_calls_in_flight_on_the_same_memory_run_in_order(layout: str) -> None:
+    ranks.check_ranks(_calls_in_flight, layout)

@@ -65,6 +65,55 @@ TEST_P(InFlightTest, AsynchronousOperationsOfAllSizes) {
   });
 }
 
+// The sums grow by the number of ranks with each call, and overlap in parts with those of a second vector.
+TEST_P(InFlightTest, CallsOnTheSameMemoryRunInTheOrderCalled) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    for (const size_t count : {4, 700, 70'000, 300'000}) {
+      std::vector<int32_t> elsewhere(500'000, 1);
+      std::vector<int32_t> values(count, rank.rank + 1);
+      const Bytes all = bytesOf(values);
+      const Bytes second = all.subspan(count / 2 * sizeof(int32_t));
+      const auto sum = [&](Bytes data) {
+        return begin(rank, *rank.group, allReduce(data, DataType::int32));
+      };
+      // The first one takes its time, so that the others wait in the queue.
+      const std::vector<CompletionPtr> completions{
+          sum(bytesOf(elsewhere)),
+          sum(all),
+          sum(all),
+          sum(second),
+          begin(rank, *rank.group, broadcast(all, rank.size - 1)),
+          sum(second),
+          sum(all)};
+      for (const auto& completion : completions) finish(rank, completion);
+      int32_t expected = rank.size * (rank.size + 1) / 2 * rank.size * rank.size;
+      for (size_t i = 0; i < count; ++i) {
+        if (i == count / 2) expected *= rank.size * rank.size;
+        ASSERT_EQ(values[i], expected) << i << " of " << count;
+      }
+    }
+  });
+}
+
+// A list counts as one range, so calls on lists whose tensors lie in turns wait for one another, and end.
+TEST_P(InFlightTest, ListsThatLieInTurnsEnd) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    std::vector<int32_t> values(4000, rank.rank + 1);
+    const Bytes all = bytesOf(values);
+    std::vector<CompletionPtr> completions;
+    for (size_t first = 0; first < 2; ++first) {
+      engine::Request request = allReduce(all.first(8000), DataType::int32);
+      request.output.clear();
+      for (size_t block = first; block < 20; block += 2) {
+        request.output.emplace_back(all.subspan(block * 800, 800));
+      }
+      completions.push_back(begin(rank, *rank.group, std::move(request)));
+    }
+    for (const auto& completion : completions) finish(rank, completion);
+    EXPECT_EQ(values, std::vector<int32_t>(4000, rank.size * (rank.size + 1) / 2));
+  });
+}
+
 TEST_P(InFlightTest, ABarrierEndsAfterWhatWasCalledBeforeIt) {
   runRanks(GetParam(), [](RankContext& rank) {
     for (int round = 0; round < 20; ++round) {

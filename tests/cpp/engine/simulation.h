@@ -48,6 +48,7 @@ class Simulation {
     size_t count;           // of elements
     bool isFloat = false;   // a sum of float32; else int32
     std::string_view wire;  // of the group: SMDDP_WIRE
+    bool again = false;     // the call before it, a second time on the same memory
   };
   // A rank in one group, with its calls.
   struct Seat {
@@ -82,6 +83,8 @@ class Simulation {
   static int32_t value(const Call& call, size_t number, Rank rank, size_t element);
   static float floatValue(const Call& call, size_t number, Rank rank, size_t element);
   static std::vector<int32_t> expected(const Call& call, size_t number, Rank me, int size);
+  static bool isRepeated(const std::vector<Call>& program, size_t number);
+  static size_t memoryOf(const std::vector<Call>& program, size_t number);
 
   const uint64_t seed_;
   const Trouble trouble_;
