@@ -419,7 +419,13 @@ smddp_status smddp_wait(smddp_operation* operation, double seconds) {
 void smddp_then(smddp_operation* operation, void (*action)(void* argument), void* argument) {
   if (!isGiven(operation) || !isGiven(action)) return;
   translated([&] {
-    operation->completion->then([action, argument] { action(argument); });
+    if (operation->completion->done()) {
+      action(argument);
+      return SMDDP_OK;
+    }
+    operation->completion->then([engine = operation->engine, action, argument] {
+      engine->runCallback([action, argument] { action(argument); });
+    });
     return SMDDP_OK;
   });
 }

@@ -159,7 +159,7 @@ SMDDP_API smddp_status smddp_receive(smddp_group* group, const smddp_message* me
                                      smddp_operation** operation);
 /* Waits at most `seconds` (negative: until the operation's own time-out). Returns how it has ended, or SMDDP_PENDING. */
 SMDDP_API smddp_status smddp_wait(smddp_operation* operation, double seconds);
-/* Calls `action` once, when the operation has ended, on the thread that has ended it; at once if it has. */
+/* Calls `action` once, when the operation has ended, on a thread of smddp; at once, on this thread, if it has ended. */
 SMDDP_API void smddp_then(smddp_operation* operation, void (*action)(void* argument),
                           void* argument);
 /* The rank from which a message was received. */

@@ -451,6 +451,8 @@ void Engine::onBreak(Group& group, std::function<void(const Error&)> action) {
   callOn(group, [&] { group.onBreak(std::move(report)); });
 }
 
+void Engine::runCallback(std::function<void()> action) { progress_.runBlocking(std::move(action)); }
+
 void Engine::watchMembers(Group& group) {
   requireUsable();
   callOn(group, [&] {

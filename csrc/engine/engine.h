@@ -101,6 +101,9 @@ class Engine {
   // progress thread while another one stands by: it may block, and may run until shutdown(), also after destroyGroup():
   // it has to own what it touches.
   void onBreak(Group& group, std::function<void(const Error&)> action);
+  // Runs code of the user, such as a future's callbacks, on a progress thread while another one stands by: it may wait
+  // for anything, also for what a thread does that is in a call now. Before shutdown() returns.
+  void runCallback(std::function<void()> action);
   // From now on the death of a member breaks the group within 0.25 s, although nobody here waits for it. For groups whose
   // ranks also wait for one another outside the engine, as in NCCL.
   void watchMembers(Group& group);

@@ -51,10 +51,16 @@ void ProgressThreads::wakeOne() {
 }
 
 void ProgressThreads::runBlocking(std::function<void()> action) {
-  const MutexLock lock(mutex_);
-  blocking_.push_back(std::move(action));
-  hasBlocking_.store(true);
-  changed_.notifyOne();
+  {
+    const MutexLock lock(mutex_);
+    if (!isStopping_) {
+      blocking_.push_back(std::move(action));
+      hasBlocking_.store(true);
+      changed_.notifyOne();
+      return;
+    }
+  }
+  run(action);
 }
 
 // A caller that runs the engine never runs these: it might hold a lock, and wants to go on.
@@ -67,12 +73,14 @@ void ProgressThreads::runBlockingActions() {
     hasBlocking_.store(false);
   }
   keepOneIdle();
-  for (const auto& action : actions) {
-    try {
-      action();
-    } catch (const std::exception& error) {
-      SMDDP_LOG(Warn, "engine", "what follows the failure of a group threw: {}", error.what());
-    }
+  for (const auto& action : actions) run(action);
+}
+
+void ProgressThreads::run(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const std::exception& error) {
+    SMDDP_LOG(Warn, "engine", "a callback threw: {}", error.what());
   }
 }
 
@@ -92,7 +100,8 @@ void ProgressThreads::keepOneIdle() {
 }
 
 // Parks the thread until something is in flight that nobody waits for, or for kAnswerPeriod: while nothing is in flight
-// here, ranks of other nodes may wait for us and ask what we are doing. False when it is time to end.
+// here, ranks of other nodes may wait for us and ask what we are doing. False when it is time to end, and no blocking
+// action is left.
 bool ProgressThreads::awaitWork() {
   const auto answer = std::chrono::steady_clock::now() + WaitPolicy::kAnswerPeriod;
   MutexLock lock(mutex_);
@@ -108,7 +117,7 @@ bool ProgressThreads::awaitWork() {
   }
   policy_.endPoll();
   --idle_;
-  return !isStopping_;
+  return !isStopping_ || !blocking_.empty();
 }
 
 void ProgressThreads::loop() {

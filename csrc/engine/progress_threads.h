@@ -35,7 +35,7 @@ class ProgressThreads {
 
   // Wakes a thread, because there is work that nobody waits for.
   void wakeOne();
-  // Runs `action` on one of the threads, while another one is idle: it may block.
+  // Runs `action` on one of the threads, while another one is idle: it may block. After beginStop() on this thread.
   void runBlocking(std::function<void()> action);
   bool hasBlocking() const { return hasBlocking_.load(); }
   // Called before continuations run on one of the threads. They may wait for what only another one can complete.
@@ -45,6 +45,7 @@ class ProgressThreads {
   void loop();
   bool awaitWork();
   void runBlockingActions();
+  static void run(const std::function<void()>& action);
 
   Progress& progress_;
   WaitPolicy& policy_;

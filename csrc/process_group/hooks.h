@@ -33,10 +33,12 @@ class HookList {
   void run(Arguments... arguments) const {
     if (empty()) return;
     const auto hooks = hooks_.load();
-    try {
-      for (const auto& [id, hook] : *hooks) hook(arguments...);
-    } catch (const std::exception& error) {
-      SMDDP_LOG(Warn, "process_group", "a hook has failed: {}", error.what());
+    for (const auto& [id, hook] : *hooks) {
+      try {
+        hook(arguments...);
+      } catch (const std::exception& error) {
+        SMDDP_LOG(Warn, "process_group", "a hook has failed: {}", error.what());
+      }
     }
   }
 

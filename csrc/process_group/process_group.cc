@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 
 #include <algorithm>
+#include <deque>
 #include <numeric>
 #include <optional>
 #include <set>
@@ -35,9 +36,10 @@ WorldSlot& worldSlot() {
   return *slot;
 }
 
-// Groups in which this thread is coalescing, and the calls that it has made since.
-std::map<const ProcessGroup*, std::vector<intrusive_ptr<Work>>>& coalescing() {
-  thread_local std::map<const ProcessGroup*, std::vector<intrusive_ptr<Work>>> calls;
+// Groups in which this thread is coalescing, and the calls that it has made since and that may have something to say
+// in the end.
+std::map<const ProcessGroup*, std::deque<intrusive_ptr<Work>>>& coalescing() {
+  thread_local std::map<const ProcessGroup*, std::deque<intrusive_ptr<Work>>> calls;
   return calls;
 }
 
@@ -369,7 +371,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::endCoalescing() {
   Work::Call call;
   call.type = c10d::OpType::COALESCED;
   call.title = "smddp:coalesced";
-  call.parts = std::move(calls.mapped());
+  call.parts.assign(calls.mapped().begin(), calls.mapped().end());
   std::vector<engine::CompletionPtr> completions;
   for (const auto& part : call.parts) {
     completions.insert(completions.end(), part->completions().begin(), part->completions().end());
@@ -390,7 +392,14 @@ void ProcessGroup::noteOpen(const Work& work) {
 void ProcessGroup::noteCoalesced(const intrusive_ptr<Work>& work) {
   auto& groups = coalescing();
   if (groups.empty()) return;
-  if (const auto found = groups.find(this); found != groups.end()) found->second.push_back(work);
+  const auto found = groups.find(this);
+  if (found == groups.end()) return;
+  // After an exception within the block torch never ends the coalescing. Then all later calls come here.
+  auto& calls = found->second;
+  while (!calls.empty() && calls.front()->isCompleted() && calls.front()->isSuccess()) {
+    calls.pop_front();
+  }
+  calls.push_back(work);
 }
 
 #ifdef C10D_BACKEND_HAS_HOOKS

@@ -117,6 +117,7 @@ const Error* Work::firstError() const {
 bool Work::isCompleted() {
   if (!allDone()) return false;
   settle();
+  if (const auto future = futureIfAny(); future && !future->completed()) return false;
   const auto all = deviceCalls();
   return firstError() != nullptr ||
          std::all_of(all.begin(), all.end(), [](const auto* call) { return call->ended(); });
@@ -170,6 +171,11 @@ bool Work::wait(std::chrono::milliseconds timeout) {
       }
     }
     settle();
+    if (const auto future = futureIfAny()) {
+      finishFuture();
+      // Another thread may be about to complete it.
+      future->wait();
+    }
     if (const Error* error = firstError()) {
       // Before the caller hears of it, because its process may end then.
       if (call_.hooks) call_.hooks->abort.run();
@@ -190,6 +196,8 @@ at::IValue Work::futureValue() const {
 }
 
 void Work::finishFuture() {
+  if (isFutureTaken_.exchange(true)) return;
+  settle();
   if (const auto error = exception()) {
     future_->setError(error);
     return;
@@ -220,10 +228,19 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
     }
   }
   if (!isNew) return future_;
-  whenDone([this] {
-    settle();
+  if (allDone()) {
     finishFuture();
+    return future_;
+  }
+  // Its callbacks may wait for a lock that a thread holds in a call.
+  whenDone([self = c10::intrusive_ptr<Work>::unsafe_reclaim_from_nonowning(this)] {
+    self->engine_->runCallback([self] { self->finishFuture(); });
   });
+  return future_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> Work::futureIfAny() const {
+  const std::lock_guard lock(futureMutex_);
   return future_;
 }
 

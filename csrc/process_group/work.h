@@ -22,7 +22,8 @@ namespace smddp::process_group {
 // Threads: any. wait() runs the engine itself where it can; its caller has released the GIL. Outputs that were staged
 // are copied before wait() returns and before the future completes. A call on a device has ended when the copies back
 // are enqueued: wait() and synchronize() block the host until then, and make the current stream wait for the copies.
-// With a future, each stream that uses its value waits for the copies. Holds references to the tensors, the completions
+// With a future, each stream that uses its value waits for the copies. Callbacks of the future run on a progress thread,
+// or in wait() of this object before it returns, so that a caller who has waited finds the future completed. Holds references to the tensors, the completions
 // and the engine, so it may outlive its process group. Dropping it does not end the operation. After an error, every
 // wait() throws the same one.
 class Work final : public c10d::Work {
@@ -94,8 +95,10 @@ class Work final : public c10d::Work {
   const Error* firstError() const;
   // Tells the hooks that the call has ended, if it has without an error.
   void report();
+  c10::intrusive_ptr<c10::ivalue::Future> futureIfAny() const;
   at::IValue futureValue() const;
-  // After the last operation of the call.
+  // Completes the future, after the last operation of the call. The first thread that comes does it, and runs the
+  // future's callbacks.
   void finishFuture();
 
   const std::shared_ptr<engine::Engine> engine_;
@@ -108,7 +111,8 @@ class Work final : public c10d::Work {
   std::once_flag settled_;
   std::optional<Error> copyError_;  // written within settled_; read when copyFailed_
   std::atomic<bool> copyFailed_{false};
-  std::mutex futureMutex_;
+  std::atomic<bool> isFutureTaken_{false};  // by the thread that completes it
+  mutable std::mutex futureMutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by futureMutex_; made when asked for
 };
 
