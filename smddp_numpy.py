@@ -401,9 +401,13 @@ class Group:
     def broadcast(
         self, array: Any, root: int, *, wait: bool = True, timeout: float | None = None
     ) -> Any:
-        """Sends rank `root`'s array to all; `array` is overwritten on other ranks, and returned."""
-        _require_array(array)  # on the root, too, lest it begins alone
-        result = _readable(array) if self.rank == root else _writable(array)
+        """Sends rank `root`'s array to all; `array` is overwritten on other ranks, and returned.
+
+        It must be C-contiguous, and writable on other ranks than `root`.
+        """
+        # As far as the ranks have equal arrays, the root refuses what the others refuse, lest it
+        # begins alone.
+        result = _writable(array, only_read=self.rank == root)
         return self._run(_BROADCAST, None, result, result, wait, timeout, root=root)
 
     def allgather(
@@ -675,11 +679,15 @@ def _require_array(value: Any) -> None:
 
 
 def _writable(
-    value: Any, like: np.ndarray[Any, Any] | None = None, shape: tuple[int, ...] | None = None
+    value: Any,
+    like: np.ndarray[Any, Any] | None = None,
+    shape: tuple[int, ...] | None = None,
+    *,
+    only_read: bool = False,
 ) -> np.ndarray[Any, Any]:
     _require_array(value)
     array = _array(value)
-    if not array.flags.c_contiguous or not array.flags.writeable:
+    if not array.flags.c_contiguous or not (array.flags.writeable or only_read):
         raise ValueError("smddp: an array that is written to must be C-contiguous and writable")
     _type_of(array)
     if like is not None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import inspect
@@ -33,6 +34,8 @@ def register_backend(create: Callable[[Any, Any], Any]) -> None:
     if not dist.is_available() or BACKEND_NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(BACKEND_NAME, create, extended_api=True, devices=["cpu", "cuda"])
+    # Here, so that functions which the script registers run before it, and may still communicate.
+    atexit.register(_leave_groups)
     if "SMDDPRUN" in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ:
         print_lines_at_once()
         _record_errors()
@@ -41,6 +44,12 @@ def register_backend(create: Callable[[Any, Any], Any]) -> None:
         _change_init_process_group(dist, replaced)
     if replaced:
         _change_groups(dist, replaced)
+
+
+def _leave_groups() -> None:
+    backend = sys.modules.get("smddp.backend")
+    if backend is not None:
+        backend.leave_at_exit()
 
 
 def _record_errors() -> None:

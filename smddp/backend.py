@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import functools
 import os
@@ -74,6 +73,7 @@ class GroupOptions:
 
 def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
     """Creates one rank of a group; c10d calls it in init_process_group() and new_group()."""
+    global _user
     from smddp import _load
 
     module = _load.load()
@@ -83,7 +83,7 @@ def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
         complete_environment(rank, size)
         _let_ddp_share_memory()
         _warn_of_misspelt_settings(module)
-        _leave_at_exit(module)
+        _user = (os.getpid(), module)
         check_lists_of_split_group()
         timeout = options.timeout
         if not isinstance(timeout, timedelta):
@@ -195,23 +195,14 @@ def _warn_of_misspelt_settings(module: Any) -> None:
             warnings.warn(f"smddp: {sentence}", stacklevel=2)
 
 
-_leaving: int | None = None  # the process that has registered the function below
+_user: tuple[int, Any] | None = None  # the process that has made groups, and the module with them
 
 
-def _leave_at_exit(module: Any) -> None:
-    """Registers a function that leaves all groups when the interpreter ends.
+def leave_at_exit() -> None:
+    """Leaves all groups when the interpreter ends; smddp_registration calls it.
 
     So other ranks see that this rank left, even if the script did not call destroy_process_group().
     """
-    global _leaving
-    owner = os.getpid()
-    if _leaving == owner:
-        return
-    _leaving = owner
-
-    def leave() -> None:
-        # A forked child inherits this handler, but the groups belong to its parent.
-        if os.getpid() == owner:
-            module.shutdown()
-
-    atexit.register(leave)
+    # A forked child has this, too, but the groups belong to its parent.
+    if _user is not None and _user[0] == os.getpid():
+        _user[1].shutdown()

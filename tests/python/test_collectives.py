@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 import smddp
+from smddp import backend
 
 pytestmark = pytest.mark.multiprocess
 layouts = pytest.mark.parametrize("layout", ["2", "2x2"])
@@ -422,7 +423,11 @@ def _exit_without_destroy() -> None:
 
 def _late_use(layout: str) -> None:
     def use() -> None:
-        # The engine has been shut down: smddp has registered its handler later than this one.
+        # smddp leaves its groups after the functions that a script registers.
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == dist.get_world_size()
+        backend.leave_at_exit()
         smddp.empty(100).fill_(1)
         smddp.statistics(group)
         if layout == "2x2":
