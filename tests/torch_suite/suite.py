@@ -36,7 +36,8 @@ class Suite:
             WORLD_SIZE=str(world_size),
             INIT_METHOD=f"file://{self._folder.name}/rendezvous",
             TEMP_DIR=self._folder.name,
-            DISTRIBUTED_TESTS_DEFAULT_TIMEOUT="60",
+            # Seconds for one test. Some compile a model, while the machine runs other tests.
+            DISTRIBUTED_TESTS_DEFAULT_TIMEOUT="240",
         )
         for name in ("barrier", "test_dir", "init_dir"):
             (Path(self._folder.name) / name).mkdir()

@@ -25,7 +25,7 @@ CompletionPtr begin(RankContext& rank, engine::Group& group, bool send, Bytes da
   message.send = send;
   message.peer = 1 - rank.rank;
   message.buffer = {data};
-  message.timeout = kTimeout / 4;
+  message.timeout = kTimeout;
   return rank.engine.submit(group, std::move(message));
 }
 
@@ -108,7 +108,7 @@ TEST_P(LateRank, FailsTheGroupIfMoreWasSentThanItKeeps) {
   run([&](RankContext& rank, engine::Group&) { flood(rank, engine::kBuffered); },
       [](RankContext& rank, engine::Group& group) {
         auto request = barrier();
-        request.timeout = kTimeout / 4;
+        request.timeout = kTimeout;
         const auto completion = rank.engine.submit(group, std::move(request));
         rank.engine.wait(group, *completion);
         ASSERT_TRUE(completion->error());
@@ -166,7 +166,7 @@ TEST(CreateGroup, SaysWhoDoesNotConnectInTime) {
       const auto group = me == 0 ? engine.createGroup(store, {"slow", me, 2}, 1'000'000'000)
                                  : engine.createGroup(stopping, {"slow", me, 2}, kTimeout);
       auto request = barrier();
-      request.timeout = kTimeout / 4;
+      request.timeout = kTimeout;
       const auto completion = engine.submit(*group, std::move(request));
       engine.wait(*group, *completion);
       errors[static_cast<size_t>(me)] = completion->error();

@@ -24,6 +24,8 @@ namespace smddp::store {
 namespace {
 
 constexpr Nanoseconds kSecond = 1'000'000'000;
+// Of calls that succeed: the machine may be busy.
+constexpr Nanoseconds kPatience = 60 * kSecond;
 constexpr const char* kHost = "127.0.0.1";
 
 Bytes bytesOf(const std::string& text) {
@@ -99,13 +101,13 @@ TEST(Frames, ValuesComeBackAsTheyWere) {
 
 TEST(Store, KeepsValuesAndCounts) {
   const Server server(kHost, 0);
-  Client one(kHost, server.port(), kSecond), other(kHost, server.port(), kSecond);
+  Client one(kHost, server.port(), kPatience), other(kHost, server.port(), kPatience);
   EXPECT_FALSE(other.contains("key"));
   one.set("key", bytesOf("value"));
   EXPECT_TRUE(other.contains("key"));
-  EXPECT_EQ(other.get("key", kSecond), bytesOf("value"));
+  EXPECT_EQ(other.get("key", kPatience), bytesOf("value"));
   one.set("key", bytesOf("new"));
-  EXPECT_EQ(other.get("key", kSecond), bytesOf("new"));
+  EXPECT_EQ(other.get("key", kPatience), bytesOf("new"));
   EXPECT_EQ(one.add("n", 0), 0);
   EXPECT_EQ(one.add("n", 5), 5);
   EXPECT_EQ(other.add("n", -2), 3);
@@ -113,18 +115,18 @@ TEST(Store, KeepsValuesAndCounts) {
   EXPECT_FALSE(one.containsAll({"key", "absent"}));
   const Bytes large(size_t{3} << 20, std::byte{7});
   one.set("large", large);
-  EXPECT_EQ(other.multiGet({"large", "key"}, kSecond), (std::vector{large, bytesOf("new")}));
+  EXPECT_EQ(other.multiGet({"large", "key"}, kPatience), (std::vector{large, bytesOf("new")}));
 }
 
 TEST(Store, AGetWaitsForItsValue) {
   const Server server(kHost, 0);
-  Client one(kHost, server.port(), kSecond), other(kHost, server.port(), kSecond);
+  Client one(kHost, server.port(), kPatience), other(kHost, server.port(), kPatience);
   EXPECT_EQ(kindOf([&] { one.get("key", kSecond / 20); }), ErrorKind::Timeout);
   std::jthread later([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     other.set("key", bytesOf("value"));
   });
-  EXPECT_EQ(one.get("key", 10 * kSecond), bytesOf("value"));
+  EXPECT_EQ(one.get("key", kPatience), bytesOf("value"));
 }
 
 TEST(Store, ManyThreadsCountTogether) {
@@ -133,12 +135,12 @@ TEST(Store, ManyThreadsCountTogether) {
     std::vector<std::jthread> threads;
     for (int i = 0; i < 8; ++i) {
       threads.emplace_back([&] {
-        Client client(kHost, server.port(), 10 * kSecond);
+        Client client(kHost, server.port(), kPatience);
         for (int n = 0; n < 200; ++n) client.add("n", 1);
       });
     }
   }
-  EXPECT_EQ(Client(kHost, server.port(), kSecond).add("n", 0), 1600);
+  EXPECT_EQ(Client(kHost, server.port(), kPatience).add("n", 0), 1600);
 }
 
 TEST(Store, AClientComesBeforeTheServerOrNever) {
@@ -150,7 +152,7 @@ TEST(Store, AClientComesBeforeTheServerOrNever) {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
     server = std::make_unique<Server>(kHost, port);
   });
-  Client client(kHost, port, 10 * kSecond);
+  Client client(kHost, port, kPatience);
   client.set("key", bytesOf("value"));
   later.join();
   server.reset();
@@ -186,7 +188,7 @@ TEST(Store, ACallAfterAnInterruptedOneIsServed) {
   uint16_t port = 0;
   { port = Server(kHost, 0).port(); }
   auto silent = silentListener(kHost, port, 10);
-  Client client(kHost, port, kSecond);
+  Client client(kHost, port, kPatience);
   std::optional<Server> server;
   {
     const Interruption interruption;
@@ -195,7 +197,7 @@ TEST(Store, ACallAfterAnInterruptedOneIsServed) {
     server.emplace(kHost, port);
     client.set("key", bytesOf("value"));
   }
-  EXPECT_EQ(Client(kHost, port, kSecond).get("key", kSecond), bytesOf("value"));
+  EXPECT_EQ(Client(kHost, port, kPatience).get("key", kPatience), bytesOf("value"));
 }
 
 TEST(Store, AServerLingersUntilItsClientsHaveComeAndGone) {
@@ -210,7 +212,7 @@ TEST(Store, AServerLingersUntilItsClientsHaveComeAndGone) {
   EXPECT_GE(lingers(server, 1, kSecond / 10), kSecond / 10);
   std::jthread one([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    Client client(kHost, server.port(), kSecond);
+    Client client(kHost, server.port(), kPatience);
     std::this_thread::sleep_for(std::chrono::milliseconds(200));
   });
   const Nanoseconds time = lingers(server, 1, 20 * kSecond);
@@ -272,7 +274,7 @@ TEST(Store, APortIsTakenAndAHostUnknown) {
 
 TEST(Store, StrangersAreDisconnectedAndOthersServed) {
   const Server server(kHost, 0);
-  Client client(kHost, server.port(), kSecond);
+  Client client(kHost, server.port(), kPatience);
   client.set("key", bytesOf("value"));
   for (const std::string& data :
        {std::string("GET / HTTP/1.1\r\n\r\n"), std::string("\xff\xff\xff\x7f"),
@@ -287,7 +289,7 @@ TEST(Store, StrangersAreDisconnectedAndOthersServed) {
       char byte = 0;
       EXPECT_LE(::recv(stranger.get(), &byte, 1, 0), 0);  // closed
     }
-    EXPECT_EQ(client.get("key", kSecond), bytesOf("value"));
+    EXPECT_EQ(client.get("key", kPatience), bytesOf("value"));
   }
 }
 
