@@ -34,6 +34,7 @@ __all__ = [
     "hosts_of_file",
     "instead_of",
     "is_bare_rank",
+    "is_shell_of_slurm",
     "main",
     "node_of_this_host",
     "prepare_rendezvous",
@@ -55,6 +56,7 @@ _FROM_LAUNCHERS = {
 # host. MPICH's mpiexec may run in a job of Slurm, so the names of what has started the ranks come
 # first.
 _STEP_NAMES = ("PMIX_NAMESPACE", "PMI_JOBID")
+_INTERACTIVE_STEP = "4294967290"  # of the shell of salloc, SLURM_INTERACTIVE_STEP in slurm.h
 _JOB_NAMES = ("SLURM_JOB_ID", "TRAINING_JOB_NAME")
 _PORTS = range(20000, 28192)  # below the kernel's range of ephemeral ports
 
@@ -74,12 +76,42 @@ def is_bare_rank() -> bool:
     )
 
 
+def _step_of_slurm() -> str:
+    """Returns the number of the step of Slurm that this process belongs to; "" if to none."""
+    return _first_of(("SLURM_STEP_ID", "SLURM_STEPID"))
+
+
+def _tasks_without_step() -> int:
+    """Returns how many tasks a job of Slurm has, if srun has not started this process; else 0.
+
+    So it is in a batch script, and in the shell of salloc. There SLURM_NTASKS is that of the job,
+    and SLURM_PROCID may be 0; but no srun starts the other tasks beside this process.
+    """
+    tasks = os.environ.get("SLURM_NTASKS", "")
+    return int(tasks) if tasks.isdecimal() and not _step_of_slurm() else 0
+
+
+def _sources(name: str) -> list[str]:
+    """Returns the variables of launchers that stand for one of torch here."""
+    # A script of one task may be a job of one rank.
+    of_slurm = _tasks_without_step() < 2
+    return [each for each in _FROM_LAUNCHERS[name] if of_slurm or not each.startswith("SLURM_")]
+
+
+def is_shell_of_slurm() -> bool:
+    """Returns whether this process is in a batch script or the shell of salloc, and no rank."""
+    launchers = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "TORCHELASTIC_RUN_ID")
+    if "SLURM_JOB_ID" not in os.environ or any(name in os.environ for name in launchers):
+        return False
+    return _step_of_slurm() in ("", _INTERACTIVE_STEP)
+
+
 def complete_from_launcher() -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where they are absent."""
-    for name, sources in _FROM_LAUNCHERS.items():
-        value = next((os.environ[s] for s in sources if os.environ.get(s)), None)
-        if value is None and name == "LOCAL_WORLD_SIZE" and "SLURM_LOCALID" in os.environ:
-            value = _tasks_of_this_node()
+    for name in _FROM_LAUNCHERS:
+        value = _first_of(_sources(name)) or None
+        if value is None and name == "LOCAL_WORLD_SIZE" and _first_of(["SLURM_LOCALID"]):
+            value = _tasks_of_this_node() if _tasks_without_step() < 2 else None
         if value is not None:
             os.environ.setdefault(name, value)
     if local := os.environ.get("LOCAL_RANK"):
@@ -121,7 +153,7 @@ def complete_rendezvous(port: int | None = None) -> bool:
     if "MASTER_PORT" not in os.environ:
         if port is None:
             # A job of one process may take any port; several processes need the same one.
-            port = _port_of_job() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 0
+            port = _port_of_job() if _number("WORLD_SIZE", 1) > 1 else 0
         os.environ["MASTER_PORT"] = str(port)
     return True
 
@@ -135,15 +167,35 @@ def prepare_rendezvous(rank: int = -1, size: int = -1) -> None:
         size: the same for world_size.
 
     Raises:
-        ValueError: the job has several hosts, and nothing tells that of rank 0, or wrongly.
+        ValueError: the job has several hosts, and nothing tells that of rank 0, or wrongly; or
+            this process is no rank.
     """
     complete_from_launcher()
-    found = [int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE")]
+    tasks = _tasks_without_step()
+    if tasks > 1 and rank == -1 and "RANK" not in os.environ:
+        raise ValueError(
+            f"smddp: this process is the script of a job of Slurm with {tasks} tasks, and none of "
+            "these: let srun start them, as in srun python train.py"
+        )
+    found = [_number(name, -1) for name in ("RANK", "WORLD_SIZE")]
     # Otherwise the script divides the launcher's ranks into jobs of its own: only it knows where
     # they meet.
     of_the_launcher = -1 not in found and rank in (-1, found[0]) and size in (-1, found[1])
     if of_the_launcher and not complete_rendezvous():
         raise ValueError(f"smddp: {UNKNOWN_HOST}")
+
+
+def _number(name: str, default: int) -> int:
+    """Returns the number in a variable.
+
+    Raises:
+        ValueError: it is none.
+    """
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text}: expects a number") from None
 
 
 def _host_of_rank_0() -> str | None:

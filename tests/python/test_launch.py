@@ -43,7 +43,12 @@ def completed(monkeypatch: pytest.MonkeyPatch, **variables: str) -> tuple[bool, 
     return found, [os.environ.get(name) for name in NAMES[:5]]
 
 
-SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+         "SLURM_STEP_ID": "0"}  # fmt: skip
+# What the script of sbatch has, which srun has not started.
+BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+         "SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_JOB_NODELIST": "n[1-2]",
+         "SLURM_NTASKS_PER_NODE": "4"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -64,6 +69,14 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1", "SLURM
           "SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_JOB_NODELIST": "n[03-05]",
           "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"},
          ["0", "1", "0", "1", "127.0.0.1"]),
+        # The script of sbatch: srun has not started it.
+        (BATCH, [None, None, None, None, "127.0.0.1"]),
+        ({**BATCH, "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"},
+         ["0", "1", "0", "1", "127.0.0.1"]),
+        # A rank of mpirun in it.
+        ({**BATCH, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8",
+          "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+         ["3", "8", "3", "4", "n1"]),
         # The list of a training platform.
         ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "SM_HOSTS": '["a-1","a-2"]',
           "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
@@ -77,6 +90,30 @@ def test_variables_of_launchers(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: list[str | None]
 ) -> None:
     assert completed(monkeypatch, **variables) == (True, expected)
+
+
+def test_the_script_of_sbatch_is_no_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would wait for the other tasks of the job, which nobody starts."""
+    for name, value in BATCH.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="job of Slurm with 8 tasks, and none of these: let srun"):
+        smddp_launch.prepare_rendezvous()
+    assert "has no rank" in refused(capsys, "true")
+    assert smddp_launch.is_shell_of_slurm()
+    smddp_launch.prepare_rendezvous(rank=0, size=1)  # the script says so itself
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert not smddp_launch.is_shell_of_slurm()
+    smddp_launch.prepare_rendezvous()
+    assert os.environ["WORLD_SIZE"] == "8"
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_variable_that_is_no_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "two")
+    with pytest.raises(ValueError, match=f"{name}=two: expects a number"):
+        smddp_launch.prepare_rendezvous()
 
 
 HOSTS = {
@@ -353,6 +390,7 @@ OPENMPI = {
 }  # fmt: skip
 SRUN = {
     "SLURM_PROCID": "{rank}", "SLURM_NTASKS": "2", "SLURM_LOCALID": "{rank}", "SLURM_NODEID": "0",
+    "SLURM_STEP_ID": "0",
     "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "elsewhere", "SLURM_JOB_ID": "{job}",
 }  # fmt: skip
 # One task on each of two nodes. The name of the first is one that this machine knows.
