@@ -373,25 +373,30 @@ def hosts_of_file(path: str) -> list[tuple[str, int | None]]:
     """Returns the hosts of a host file, each with its number of ranks, None where it has none.
 
     A line is `host slots=N`, as Open MPI reads it, or `host:N`, as MPICH does. What follows a # is
-    a comment.
+    a comment. An IPv6 address may be in brackets, and is if `:N` follows.
 
     Raises:
         ValueError: a line is of another form, or there is no host.
         OSError: the file cannot be read.
     """
-    with open(path) as file:
-        lines = [line.partition("#")[0].strip() for line in file]
+    try:
+        # Editors of Windows put a mark before the first line.
+        with open(path, encoding="utf-8-sig") as file:
+            lines = [line.partition("#")[0].strip() for line in file]
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text: expects lines such as node1 slots=4") from None
     hosts: list[tuple[str, int | None]] = []
     for number, line in enumerate(lines, 1):
         if not line:
             continue
-        host, *options = re.sub(r"\s*=\s*", "=", line).split()
-        if found := re.fullmatch(r"([^:]+):(\d+)", host):  # an IPv6 address has more colons
-            host, options = found[1], [f"slots={found[2]}", *options]
+        place, *options = re.sub(r"\s*=\s*", "=", line).split()
+        host, count = _host_and_slots(place)
+        options += [f"slots={count}"] if count else []
         values = dict(option.partition("=")[::2] for option in options)
         slots = values.pop("slots", None)
         unknown = values.keys() - {"max_slots", "max-slots"}
-        if unknown or "=" in host or not (slots is None or slots.isdigit()):
+        twice = len(options) > len(values) + (slots is not None)
+        if not host or unknown or twice or not (slots is None or slots.isdecimal()):
             raise ValueError(f"{path}:{number}: expects a line such as node1 slots=4, not {line}")
         if slots and int(slots) == 0:
             raise ValueError(f"{path}:{number}: {host} has no slots: take the line out")
@@ -399,6 +404,22 @@ def hosts_of_file(path: str) -> list[tuple[str, int | None]]:
     if not hosts:
         raise ValueError(f"{path} names no host")
     return hosts
+
+
+def _host_and_slots(text: str) -> tuple[str, str]:
+    """Returns the two parts of "host:4"; of "host" and of "fe80::1" the second is empty.
+
+    The first is empty if the text is of another form.
+    """
+    if found := re.fullmatch(r"(?:\[([^\]=]+)\]|([^:\[\]=]+))(?::(\d+))?", text):
+        return found[1] or found[2], found[3] or ""
+    import socket
+
+    try:
+        socket.inet_pton(socket.AF_INET6, text.partition("%")[0])
+    except (OSError, ValueError):
+        return "", ""
+    return text, ""
 
 
 def node_of_this_host(hosts: Sequence[str]) -> int:
