@@ -67,6 +67,7 @@ UNKNOWN_HOST = (
 )
 
 _REPLACEABLE = ("gloo", "mpi")
+_MOST_RANKS = 1 << 20
 
 
 def is_bare_rank() -> bool:
@@ -325,15 +326,18 @@ def instead_of(text: str) -> frozenset[str]:
 def sizes_of_nodes(text: str) -> list[int]:
     """Returns the number of ranks of each node: "2x3" gives [3, 3], "3+1" gives [3, 1].
 
-    An empty list if the text is not of this form, or has a node without ranks.
+    An empty list if the text is not of this form, or has a node without ranks, or more ranks than
+    any job has.
     """
-    if found := re.fullmatch(r"(\d+)x(\d+)", text):
+    if found := re.fullmatch(r"(\d{1,7})x(\d{1,7})", text):
+        if int(found[1]) * int(found[2]) > _MOST_RANKS:
+            return []
         sizes = [int(found[2])] * int(found[1])
-    elif re.fullmatch(r"\d+(\+\d+)*", text):
+    elif re.fullmatch(r"\d{1,7}(\+\d{1,7})*", text):
         sizes = [int(size) for size in text.split("+")]
     else:
         sizes = []
-    return [] if 0 in sizes else sizes
+    return [] if 0 in sizes or sum(sizes) > _MOST_RANKS else sizes
 
 
 def ranks_of_nodes(ranks: int | None, nodes: str | None) -> list[int]:
@@ -638,6 +642,24 @@ def _place_among(
     return ranks, [*where, "--master-port", os.environ.get("MASTER_PORT") or "29500"]
 
 
+def _note_about_disk(folder: str) -> str:
+    """Returns what to add to a report if the disk is full that the output of the ranks goes to.
+
+    Then a rank may have failed because of that, and what it wrote about it is lost.
+    """
+    import shutil
+
+    try:
+        if shutil.disk_usage(folder).free >= 1 << 16:
+            return ""
+    except OSError:
+        return ""
+    return (
+        f"\nsmddprun: the disk of {os.path.dirname(folder)} is full, to which the output of the "
+        "ranks goes: set TMPDIR to another folder"
+    )
+
+
 def _prepare_rank(options: argparse.Namespace) -> None:
     """Sets the variables of a rank that a launcher has started.
 
@@ -683,6 +705,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if any(value is not None for value in (*asked, options.node_rank)):
             torchrun, more = _torchrun(options)
             variables |= more
+            _warn_of_several_jobs(options)
+        elif options.max_restarts:
+            raise ValueError(
+                "--max-restarts needs -n, --hostfile or --distribution: mpirun and srun do not "
+                "start ranks again"
+            )
         else:
             command = _command(options)
             if not options.dry_run:
@@ -690,10 +718,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         _refuse(str(error))
     except OSError as error:
-        _refuse(f"{error.filename}: {error.strerror}")
+        _refuse(_sentence(error))
     if options.dry_run:
+        import io
         import shlex
 
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="surrogateescape")  # names of files may be any bytes
         if torchrun:
             command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
         assignments = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -707,6 +738,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.execvp(command[0], command)
     except OSError as error:
         raise SystemExit(f"smddprun: {command[0]}: {error.strerror}") from None
+
+
+def _sentence(error: Exception) -> str:
+    """Returns what an error says; of one of the system without its number."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+
+
+def _warn_of_several_jobs(options: argparse.Namespace) -> None:
+    """Says so if a launcher has started several processes, each of which starts ranks of its own.
+
+    With a host file they are the agents of one job.
+    """
+    started, rank = _first_of(_sources("WORLD_SIZE")), _first_of(_sources("RANK"))
+    if options.hostfile is None and rank == "0" and started.isdecimal() and int(started) > 1:
+        sys.stderr.write(
+            f"smddprun: mpirun or srun has started {started} processes, and each of them starts a "
+            "job of its own: leave out the number of ranks, or give a host file\n"
+        )
 
 
 def print_lines_at_once() -> None:
@@ -726,14 +777,26 @@ def _start_ranks(arguments: Sequence[str]) -> None:
     """Runs torchrun until all ranks have ended, and deletes its copies of their output.
 
     Raises:
-        SystemExit: a rank has failed, or a signal has ended all.
+        SystemExit: a rank has failed, a signal has ended all, or torchrun cannot do its work.
     """
+    import signal
+
+    try:
+        _run_torchrun(arguments)
+    except KeyboardInterrupt:  # before torchrun has begun to listen, or after it has ended
+        sys.stderr.write("smddprun: ended by SIGINT\n")
+        raise SystemExit(128 + signal.SIGINT) from None
+
+
+def _run_torchrun(arguments: Sequence[str]) -> None:
     import signal
     import tempfile
 
     try:
+        from torch.distributed import DistError
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous.api import RendezvousError
         from torch.distributed.run import main as torchrun
     except ModuleNotFoundError as error:
         if error.name != "torch":
@@ -746,16 +809,21 @@ def _start_ranks(arguments: Sequence[str]) -> None:
     # What begins each line. torchrun's own has the rank on this host, which several hosts have.
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}]: ")
     os.environ["SMDDPRUN"] = "1"  # see `register_backend` in smddp_registration.py
+    os.environ.pop("SMDDPRUN_RANK", None)  # of a rank that runs this command
     print_lines_at_once()
     # Stack traces of torchrun would hide what its errors say.
     try:
         with tempfile.TemporaryDirectory(prefix="smddprun_") as logs:
-            torchrun(["--log-dir", logs, *arguments])
-    except ChildFailedError as error:
-        raise SystemExit(f"smddprun: {error}") from None
+            try:
+                torchrun(["--log-dir", logs, *arguments])
+            except ChildFailedError as error:
+                raise SystemExit(f"smddprun: {error}{_note_about_disk(logs)}") from None
     except SignalException as error:
         sys.stderr.write(f"smddprun: ended by {signal.Signals(error.sigval).name}\n")
         raise SystemExit(128 + error.sigval) from None  # as a shell tells it
+    except (DistError, RendezvousError, OSError) as error:
+        # Hosts that do not come, a port in use, a full disk.
+        raise SystemExit(f"smddprun: {_sentence(error)}") from None
 
 
 def _refuse(text: str) -> NoReturn:
