@@ -18,7 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smddp import _load, plan_drawing
+from smddp import _files, _load, plan_drawing
 from smddp._command import run
 from smddp_launch import sizes_of_nodes
 
@@ -204,7 +204,7 @@ def _draw(module: Any, options: argparse.Namespace) -> int:
             (sizes.index(size), in_order.index(layout)),
             plans,
         )
-    options.output.write_text(text)
+    _files.write(options.output, text)
     print(f"wrote {options.output}")
     return 0
 
