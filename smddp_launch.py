@@ -244,11 +244,8 @@ def _ask_mpi() -> str | None:
 
 def _first_node(nodes: str) -> str:
     """Returns the first host of a list in Slurm's notation, such as "node[03-05,9],other"."""
-    found = re.match(r"([^,\[]+)(?:\[([^\]]*)\])?([^,]*)", nodes)
-    if found is None:
-        return nodes
-    prefix, numbers, suffix = found.groups()
-    return prefix + (re.split("[-,]", numbers)[0] if numbers else "") + suffix
+    found = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)  # a name may have several brackets
+    return re.sub(r"\[([^-,\]]*)[^\]]*\]", r"\1", found[0] if found else nodes)
 
 
 def _tasks_of_this_node() -> str | None:
