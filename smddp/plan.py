@@ -164,6 +164,9 @@ def _draw(module: Any, options: argparse.Namespace) -> int:
             f"--nodes {_layout_text(options.nodes)} has {ranks} ranks, and a drawing has at most "
             f"{plan_drawing.LARGEST}"
         )
+    kind = options.output.suffix.lower()
+    if kind not in ("", ".html", ".htm", ".svg"):
+        raise ValueError(f"--output {options.output}: draws .html and .svg only")
     moves = options.collective != "barrier"
     if moves and not options.bytes:
         raise ValueError(f"how many bytes? For example: draw {options.collective} 25MiB")
@@ -192,7 +195,7 @@ def _draw(module: Any, options: argparse.Namespace) -> int:
         ]
 
     size, layout = options.bytes if moves else 0, _layout_text(options.nodes)
-    if options.output.suffix == ".svg":
+    if kind == ".svg":
         text = plan_drawing.picture(
             plans(choice("", bytes=size), choice("", nodes=options.nodes)), options.nodes
         )
