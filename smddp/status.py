@@ -158,8 +158,9 @@ def _contents(number: int, board: _Board) -> Iterator[tuple[int, int, int, str]]
 def _state_and_parent(pid: int) -> tuple[str, int]:
     """Returns two fields of proc_pid_stat(5); ("", 0) if there is no such process."""
     with contextlib.suppress(OSError, ValueError):
-        # The name of the program, which comes before, may contain anything.
-        state, parent = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[:2]
+        # The name of the program, which comes before, may contain anything, also half a character.
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+        state, parent = text.rpartition(")")[2].split()[:2]
         return state, int(parent)
     return "", 0
 

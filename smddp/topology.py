@@ -102,7 +102,7 @@ class Host:
 def _read(path: Path) -> str:
     """Returns the content of a file; "" if it cannot be read, as in some containers."""
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return ""
 

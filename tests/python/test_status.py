@@ -165,7 +165,8 @@ def _process(folder: Path, pid: int, number: int, board: bytes) -> None:
     """Makes up what /proc has of a process with a board."""
     descriptors = folder / str(pid) / "fd"
     descriptors.mkdir(parents=True)
-    (folder / str(pid) / "stat").write_text(f"{pid} (python) S 1 1")
+    # The kernel cuts long names of programs, also in the middle of a character.
+    (folder / str(pid) / "stat").write_bytes(b"%d (trainer-gr\xc3) T 1 1" % pid)
     numbers = f"{pid}" if pid == number else f"{pid}\t{number}"
     (folder / str(pid) / "status").write_text(
         f"Name:\tNSpid:\nPid:\t{pid}\nNSpid:\t{numbers}\nx:\ty\n"
@@ -175,15 +176,15 @@ def _process(folder: Path, pid: int, number: int, board: bytes) -> None:
     (descriptors / "5").symlink_to(file)
 
 
-@pytest.mark.parametrize(("own", "found"), [(7, [4711]), (8, [])])
+@pytest.mark.parametrize(("own", "found"), [(7, [(4711, "stopped")]), (8, [])])
 def test_processes_in_containers(
-    own: int, found: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own: int, found: list[tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There a process has another number, which its board has. A child has that of its parent."""
     monkeypatch.setattr(status, "_PROC", tmp_path)
     monkeypatch.setattr(status, "_NAME", f"{tmp_path}{status._NAME}")
     _process(tmp_path, 4711, own, _board(2, b"group\ta\t0\t1\n"))
-    assert [member.pid for member in status.look()] == found
+    assert [(member.pid, member.state) for member in status.look()] == found
     assert status._has_board(4711) == bool(found)
     if found:
         assert 'group "a" of 1 rank\n' in status.text_of(status.look())
