@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import errno
 import io
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-__all__ = ["run"]
+__all__ = ["ending_at_once", "run"]
 
 # For terminals that know few characters, as in the locale POSIX.
 _PLAIN = {"✓": "ok", "✗": "FAULT", "→": "->", "–": "-", "—": "-", "…": "...", "×": "x", "µ": "u"}
@@ -49,6 +52,24 @@ def run(main: Callable[[], int]) -> NoReturn:
         sys.excepthook = lambda *_: None
         raise
     sys.exit(status)
+
+
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Lets Ctrl-C end this process meanwhile, also in compiled code.
+
+    Python's handler would wait for that, perhaps for minutes. Nothing that has to be tidied up may
+    be begun meanwhile.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _forget_output() -> None:
