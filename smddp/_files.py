@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
@@ -26,10 +27,14 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    if path.exists() and not path.is_file():  # such as /dev/stdout
+    # /dev/stdout may be a file that has been open for long.
+    is_device = path.absolute().parts[1:2] in (("dev",), ("proc",))
+    if is_device or (path.exists() and not path.is_file()):
         path.write_bytes(data)
         return
     target = Path(os.path.realpath(path))  # a link stays one
+    if target.exists() and not os.access(target, os.W_OK):  # replacing it would be possible
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     temporary = target.with_name(f".smddp-{os.getpid()}.tmp")
     try:
         file = temporary.open("wb")

@@ -122,6 +122,22 @@ def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
+def test_the_output_of_this_process_is_written_to(tmp_path: Path) -> None:
+    """What comes later goes to the same file."""
+    with (tmp_path / "output").open("w+") as output:
+        _files.write(Path(f"/proc/self/fd/{output.fileno()}"), "content")
+        output.seek(0)
+        assert output.read() == "content"
+
+
+def test_a_file_that_is_protected_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("old")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write to any
+    with pytest.raises(PermissionError, match=r"Permission denied: '.*/file'"):
+        _files.write(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "old"
+
+
 def test_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _files.unwritable(tmp_path / "new") is None
     assert _files.unwritable(tmp_path) == f"{tmp_path} is a folder, not a file"
