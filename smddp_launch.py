@@ -374,7 +374,8 @@ def hosts_of_file(path: str) -> list[tuple[str, int | None]]:
     """Returns the hosts of a host file, each with its number of ranks, None where it has none.
 
     A line is `host slots=N`, as Open MPI reads it, or `host:N`, as MPICH does. What follows a # is
-    a comment. An IPv6 address may be in brackets, and is if `:N` follows.
+    a comment. An IPv6 address may be in brackets, and is if `:N` follows. A host that several lines
+    without a number name has a rank for each, as both read the files of PBS and LSF.
 
     Raises:
         ValueError: a line is of another form, or there is no host.
@@ -404,6 +405,18 @@ def hosts_of_file(path: str) -> list[tuple[str, int | None]]:
         hosts.append((host, int(slots) if slots else None))
     if not hosts:
         raise ValueError(f"{path} names no host")
+    return _without_repetitions(hosts)
+
+
+def _without_repetitions(lines: Sequence[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
+    """Returns hosts with their numbers of ranks; of lines without a number each stands for one."""
+    hosts: list[tuple[str, int | None]] = []
+    for place, line in enumerate(lines):
+        count = lines.count(line)
+        if line[1] is not None or count == 1:
+            hosts.append(line)
+        elif line not in lines[:place]:
+            hosts.append((line[0], count))
     return hosts
 
 

@@ -58,6 +58,13 @@ def test_lines(file: Path) -> None:
     assert smddp_launch.hosts_of_file(str(file)) == hosts
 
 
+def test_a_line_for_each_rank(file: Path) -> None:
+    """So PBS and LSF write it. Nodes with slots that this machine plays stay apart."""
+    file.write_text("a\na\nb\nc slots=2\nc slots=2\na\nb\nd\n")
+    hosts = [("a", 3), ("b", 2), ("c", 2), ("c", 2), ("d", None)]
+    assert smddp_launch.hosts_of_file(str(file)) == hosts
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
