@@ -37,8 +37,11 @@ def read_distribution(text: str) -> dict[str, Any]:
     place = "--distribution"
     if not text.lstrip().startswith(("{", "[")):
         place = f"--distribution {text}"
-        with open(text) as file:
-            text = file.read()
+        try:
+            with open(text, encoding="utf-8-sig") as file:
+                text = file.read()
+        except UnicodeDecodeError:
+            raise ValueError(f"{place} is neither JSON nor a Python dict: it is no text") from None
     value = _value(text)
     if not isinstance(value, dict):
         raise ValueError(f"{place} is neither JSON nor a Python dict: {text.strip()[:60]!r}")
@@ -49,12 +52,12 @@ def _value(text: str) -> Any:
     """Returns the value of a text in JSON or in Python's notation, None if it is neither."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     try:
         # A cell of a notebook has True where JSON has true. Tuples become lists, as in the SDK.
         return json.loads(json.dumps(ast.literal_eval(text.strip())))
-    except (ValueError, SyntaxError, TypeError):
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
 
 
@@ -212,9 +215,9 @@ def _parameters(given: Any) -> dict[str, Any]:
                 f"Received: {given}."
             )
         try:
-            with open(given) as file:
+            with open(given, encoding="utf-8-sig") as file:
                 found = json.load(file)
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
             raise ValueError(f"Cannot parse {given} as a json file.")

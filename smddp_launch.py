@@ -34,6 +34,7 @@ __all__ = [
     "hosts_of_file",
     "instead_of",
     "is_bare_rank",
+    "is_shell_of_slurm",
     "main",
     "node_of_this_host",
     "prepare_rendezvous",
@@ -55,6 +56,7 @@ _FROM_LAUNCHERS = {
 # host. MPICH's mpiexec may run in a job of Slurm, so the names of what has started the ranks come
 # first.
 _STEP_NAMES = ("PMIX_NAMESPACE", "PMI_JOBID")
+_INTERACTIVE_STEP = "4294967290"  # of the shell of salloc, SLURM_INTERACTIVE_STEP in slurm.h
 _JOB_NAMES = ("SLURM_JOB_ID", "TRAINING_JOB_NAME")
 _PORTS = range(20000, 28192)  # below the kernel's range of ephemeral ports
 
@@ -65,6 +67,7 @@ UNKNOWN_HOST = (
 )
 
 _REPLACEABLE = ("gloo", "mpi")
+_MOST_RANKS = 1 << 20
 
 
 def is_bare_rank() -> bool:
@@ -74,12 +77,42 @@ def is_bare_rank() -> bool:
     )
 
 
+def _step_of_slurm() -> str:
+    """Returns the number of the step of Slurm that this process belongs to; "" if to none."""
+    return _first_of(("SLURM_STEP_ID", "SLURM_STEPID"))
+
+
+def _tasks_without_step() -> int:
+    """Returns how many tasks a job of Slurm has, if srun has not started this process; else 0.
+
+    So it is in a batch script, and in the shell of salloc. There SLURM_NTASKS is that of the job,
+    and SLURM_PROCID may be 0; but no srun starts the other tasks beside this process.
+    """
+    tasks = os.environ.get("SLURM_NTASKS", "")
+    return int(tasks) if tasks.isdecimal() and not _step_of_slurm() else 0
+
+
+def _sources(name: str) -> list[str]:
+    """Returns the variables of launchers that stand for one of torch here."""
+    # A script of one task may be a job of one rank.
+    of_slurm = _tasks_without_step() < 2
+    return [each for each in _FROM_LAUNCHERS[name] if of_slurm or not each.startswith("SLURM_")]
+
+
+def is_shell_of_slurm() -> bool:
+    """Returns whether this process is in a batch script or the shell of salloc, and no rank."""
+    launchers = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "TORCHELASTIC_RUN_ID")
+    if "SLURM_JOB_ID" not in os.environ or any(name in os.environ for name in launchers):
+        return False
+    return _step_of_slurm() in ("", _INTERACTIVE_STEP)
+
+
 def complete_from_launcher() -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where they are absent."""
-    for name, sources in _FROM_LAUNCHERS.items():
-        value = next((os.environ[s] for s in sources if os.environ.get(s)), None)
-        if value is None and name == "LOCAL_WORLD_SIZE" and "SLURM_LOCALID" in os.environ:
-            value = _tasks_of_this_node()
+    for name in _FROM_LAUNCHERS:
+        value = _first_of(_sources(name)) or None
+        if value is None and name == "LOCAL_WORLD_SIZE" and _first_of(["SLURM_LOCALID"]):
+            value = _tasks_of_this_node() if _tasks_without_step() < 2 else None
         if value is not None:
             os.environ.setdefault(name, value)
     if local := os.environ.get("LOCAL_RANK"):
@@ -121,7 +154,7 @@ def complete_rendezvous(port: int | None = None) -> bool:
     if "MASTER_PORT" not in os.environ:
         if port is None:
             # A job of one process may take any port; several processes need the same one.
-            port = _port_of_job() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 0
+            port = _port_of_job() if _number("WORLD_SIZE", 1) > 1 else 0
         os.environ["MASTER_PORT"] = str(port)
     return True
 
@@ -135,15 +168,35 @@ def prepare_rendezvous(rank: int = -1, size: int = -1) -> None:
         size: the same for world_size.
 
     Raises:
-        ValueError: the job has several hosts, and nothing tells that of rank 0, or wrongly.
+        ValueError: the job has several hosts, and nothing tells that of rank 0, or wrongly; or
+            this process is no rank.
     """
     complete_from_launcher()
-    found = [int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE")]
+    tasks = _tasks_without_step()
+    if tasks > 1 and rank == -1 and "RANK" not in os.environ:
+        raise ValueError(
+            f"smddp: this process is the script of a job of Slurm with {tasks} tasks, and none of "
+            "these: let srun start them, as in srun python train.py"
+        )
+    found = [_number(name, -1) for name in ("RANK", "WORLD_SIZE")]
     # Otherwise the script divides the launcher's ranks into jobs of its own: only it knows where
     # they meet.
     of_the_launcher = -1 not in found and rank in (-1, found[0]) and size in (-1, found[1])
     if of_the_launcher and not complete_rendezvous():
         raise ValueError(f"smddp: {UNKNOWN_HOST}")
+
+
+def _number(name: str, default: int) -> int:
+    """Returns the number in a variable.
+
+    Raises:
+        ValueError: it is none.
+    """
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text}: expects a number") from None
 
 
 def _host_of_rank_0() -> str | None:
@@ -191,11 +244,8 @@ def _ask_mpi() -> str | None:
 
 def _first_node(nodes: str) -> str:
     """Returns the first host of a list in Slurm's notation, such as "node[03-05,9],other"."""
-    found = re.match(r"([^,\[]+)(?:\[([^\]]*)\])?([^,]*)", nodes)
-    if found is None:
-        return nodes
-    prefix, numbers, suffix = found.groups()
-    return prefix + (re.split("[-,]", numbers)[0] if numbers else "") + suffix
+    found = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)  # a name may have several brackets
+    return re.sub(r"\[([^-,\]]*)[^\]]*\]", r"\1", found[0] if found else nodes)
 
 
 def _tasks_of_this_node() -> str | None:
@@ -273,15 +323,18 @@ def instead_of(text: str) -> frozenset[str]:
 def sizes_of_nodes(text: str) -> list[int]:
     """Returns the number of ranks of each node: "2x3" gives [3, 3], "3+1" gives [3, 1].
 
-    An empty list if the text is not of this form, or has a node without ranks.
+    An empty list if the text is not of this form, or has a node without ranks, or more ranks than
+    any job has.
     """
-    if found := re.fullmatch(r"(\d+)x(\d+)", text):
+    if found := re.fullmatch(r"(\d{1,7})x(\d{1,7})", text):
+        if int(found[1]) * int(found[2]) > _MOST_RANKS:
+            return []
         sizes = [int(found[2])] * int(found[1])
-    elif re.fullmatch(r"\d+(\+\d+)*", text):
+    elif re.fullmatch(r"\d{1,7}(\+\d{1,7})*", text):
         sizes = [int(size) for size in text.split("+")]
     else:
         sizes = []
-    return [] if 0 in sizes else sizes
+    return [] if 0 in sizes or sum(sizes) > _MOST_RANKS else sizes
 
 
 def ranks_of_nodes(ranks: int | None, nodes: str | None) -> list[int]:
@@ -321,32 +374,66 @@ def hosts_of_file(path: str) -> list[tuple[str, int | None]]:
     """Returns the hosts of a host file, each with its number of ranks, None where it has none.
 
     A line is `host slots=N`, as Open MPI reads it, or `host:N`, as MPICH does. What follows a # is
-    a comment.
+    a comment. An IPv6 address may be in brackets, and is if `:N` follows. A host that several lines
+    without a number name has a rank for each, as both read the files of PBS and LSF.
 
     Raises:
         ValueError: a line is of another form, or there is no host.
         OSError: the file cannot be read.
     """
-    with open(path) as file:
-        lines = [line.partition("#")[0].strip() for line in file]
+    try:
+        # Editors of Windows put a mark before the first line.
+        with open(path, encoding="utf-8-sig") as file:
+            lines = [line.partition("#")[0].strip() for line in file]
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text: expects lines such as node1 slots=4") from None
     hosts: list[tuple[str, int | None]] = []
     for number, line in enumerate(lines, 1):
         if not line:
             continue
-        host, *options = re.sub(r"\s*=\s*", "=", line).split()
-        if found := re.fullmatch(r"([^:]+):(\d+)", host):  # an IPv6 address has more colons
-            host, options = found[1], [f"slots={found[2]}", *options]
+        place, *options = re.sub(r"\s*=\s*", "=", line).split()
+        host, count = _host_and_slots(place)
+        options += [f"slots={count}"] if count else []
         values = dict(option.partition("=")[::2] for option in options)
         slots = values.pop("slots", None)
         unknown = values.keys() - {"max_slots", "max-slots"}
-        if unknown or "=" in host or not (slots is None or slots.isdigit()):
+        twice = len(options) > len(values) + (slots is not None)
+        if not host or unknown or twice or not (slots is None or slots.isdecimal()):
             raise ValueError(f"{path}:{number}: expects a line such as node1 slots=4, not {line}")
         if slots and int(slots) == 0:
             raise ValueError(f"{path}:{number}: {host} has no slots: take the line out")
         hosts.append((host, int(slots) if slots else None))
     if not hosts:
         raise ValueError(f"{path} names no host")
+    return _without_repetitions(hosts)
+
+
+def _without_repetitions(lines: Sequence[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
+    """Returns hosts with their numbers of ranks; of lines without a number each stands for one."""
+    hosts: list[tuple[str, int | None]] = []
+    for place, line in enumerate(lines):
+        count = lines.count(line)
+        if line[1] is not None or count == 1:
+            hosts.append(line)
+        elif line not in lines[:place]:
+            hosts.append((line[0], count))
     return hosts
+
+
+def _host_and_slots(text: str) -> tuple[str, str]:
+    """Returns the two parts of "host:4"; of "host" and of "fe80::1" the second is empty.
+
+    The first is empty if the text is of another form.
+    """
+    if found := re.fullmatch(r"(?:\[([^\]=]+)\]|([^:\[\]=]+))(?::(\d+))?", text):
+        return found[1] or found[2], found[3] or ""
+    import socket
+
+    try:
+        socket.inet_pton(socket.AF_INET6, text.partition("%")[0])
+    except (OSError, ValueError):
+        return "", ""
+    return text, ""
 
 
 def node_of_this_host(hosts: Sequence[str]) -> int:
@@ -565,6 +652,24 @@ def _place_among(
     return ranks, [*where, "--master-port", os.environ.get("MASTER_PORT") or "29500"]
 
 
+def _note_about_disk(folder: str) -> str:
+    """Returns what to add to a report if the disk is full that the output of the ranks goes to.
+
+    Then a rank may have failed because of that, and what it wrote about it is lost.
+    """
+    import shutil
+
+    try:
+        if shutil.disk_usage(folder).free >= 1 << 16:
+            return ""
+    except OSError:
+        return ""
+    return (
+        f"\nsmddprun: the disk of {os.path.dirname(folder)} is full, to which the output of the "
+        "ranks goes: set TMPDIR to another folder"
+    )
+
+
 def _prepare_rank(options: argparse.Namespace) -> None:
     """Sets the variables of a rank that a launcher has started.
 
@@ -610,6 +715,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if any(value is not None for value in (*asked, options.node_rank)):
             torchrun, more = _torchrun(options)
             variables |= more
+            _warn_of_several_jobs(options)
+        elif options.max_restarts:
+            raise ValueError(
+                "--max-restarts needs -n, --hostfile or --distribution: mpirun and srun do not "
+                "start ranks again"
+            )
         else:
             command = _command(options)
             if not options.dry_run:
@@ -617,10 +728,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         _refuse(str(error))
     except OSError as error:
-        _refuse(f"{error.filename}: {error.strerror}")
+        _refuse(_sentence(error))
     if options.dry_run:
+        import io
         import shlex
 
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="surrogateescape")  # names of files may be any bytes
         if torchrun:
             command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
         assignments = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -634,6 +748,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.execvp(command[0], command)
     except OSError as error:
         raise SystemExit(f"smddprun: {command[0]}: {error.strerror}") from None
+
+
+def _sentence(error: Exception) -> str:
+    """Returns what an error says; of one of the system without its number."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+
+
+def _warn_of_several_jobs(options: argparse.Namespace) -> None:
+    """Says so if a launcher has started several processes, each of which starts ranks of its own.
+
+    With a host file they are the agents of one job.
+    """
+    started, rank = _first_of(_sources("WORLD_SIZE")), _first_of(_sources("RANK"))
+    if options.hostfile is None and rank == "0" and started.isdecimal() and int(started) > 1:
+        sys.stderr.write(
+            f"smddprun: mpirun or srun has started {started} processes, and each of them starts a "
+            "job of its own: leave out the number of ranks, or give a host file\n"
+        )
 
 
 def print_lines_at_once() -> None:
@@ -653,14 +787,26 @@ def _start_ranks(arguments: Sequence[str]) -> None:
     """Runs torchrun until all ranks have ended, and deletes its copies of their output.
 
     Raises:
-        SystemExit: a rank has failed, or a signal has ended all.
+        SystemExit: a rank has failed, a signal has ended all, or torchrun cannot do its work.
     """
+    import signal
+
+    try:
+        _run_torchrun(arguments)
+    except KeyboardInterrupt:  # before torchrun has begun to listen, or after it has ended
+        sys.stderr.write("smddprun: ended by SIGINT\n")
+        raise SystemExit(128 + signal.SIGINT) from None
+
+
+def _run_torchrun(arguments: Sequence[str]) -> None:
     import signal
     import tempfile
 
     try:
+        from torch.distributed import DistError
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous.api import RendezvousError
         from torch.distributed.run import main as torchrun
     except ModuleNotFoundError as error:
         if error.name != "torch":
@@ -673,16 +819,21 @@ def _start_ranks(arguments: Sequence[str]) -> None:
     # What begins each line. torchrun's own has the rank on this host, which several hosts have.
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}]: ")
     os.environ["SMDDPRUN"] = "1"  # see `register_backend` in smddp_registration.py
+    os.environ.pop("SMDDPRUN_RANK", None)  # of a rank that runs this command
     print_lines_at_once()
     # Stack traces of torchrun would hide what its errors say.
     try:
         with tempfile.TemporaryDirectory(prefix="smddprun_") as logs:
-            torchrun(["--log-dir", logs, *arguments])
-    except ChildFailedError as error:
-        raise SystemExit(f"smddprun: {error}") from None
+            try:
+                torchrun(["--log-dir", logs, *arguments])
+            except ChildFailedError as error:
+                raise SystemExit(f"smddprun: {error}{_note_about_disk(logs)}") from None
     except SignalException as error:
         sys.stderr.write(f"smddprun: ended by {signal.Signals(error.sigval).name}\n")
         raise SystemExit(128 + error.sigval) from None  # as a shell tells it
+    except (DistError, RendezvousError, OSError) as error:
+        # Hosts that do not come, a port in use, a full disk.
+        raise SystemExit(f"smddprun: {_sentence(error)}") from None
 
 
 def _refuse(text: str) -> NoReturn:

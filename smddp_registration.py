@@ -38,7 +38,9 @@ def register_backend(create: Callable[[Any, Any], Any]) -> None:
     atexit.register(_leave_groups)
     if "SMDDPRUN" in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ:
         print_lines_at_once()
-        _record_errors()
+        # The programs that a rank starts inherit both. Their errors are not those of the rank.
+        if os.environ.setdefault("SMDDPRUN_RANK", str(os.getpid())) == str(os.getpid()):
+            _record_errors()
     replaced = os.environ.get("SMDDP_INSTEAD_OF", "")
     if is_bare_rank() or replaced:
         _change_init_process_group(dist, replaced)
@@ -59,15 +61,23 @@ def _record_errors() -> None:
     it themselves.
     """
     original = sys.excepthook
+    rank = os.getpid()
 
     def record(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         original(kind, error, trace)
+        if os.getpid() != rank:  # a child that was forked
+            return
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         try:
             raise error.with_traceback(trace)  # `record_exception` reads the current exception
         except BaseException as raised:
-            get_error_handler().record_exception(raised)
+            try:
+                get_error_handler().record_exception(raised)
+            except OSError:
+                # A full disk. torchrun would fail at the half of a file.
+                with contextlib.suppress(OSError):
+                    os.unlink(os.environ["TORCHELASTIC_ERROR_FILE"])
 
     sys.excepthook = record
 

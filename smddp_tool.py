@@ -21,6 +21,9 @@ def command() -> NoReturn:
         from smddp.cli import command as run
     except ImportError as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:  # the import takes a second
+        sys.excepthook = lambda *_: None
+        raise
     run()
 
 

@@ -199,6 +199,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all curves to this file")
     parser.add_argument("--plot", type=Path, help="draw the curves to this file (.svg, .png)")
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it by torchrun: torchrun --nproc-per-node 4 benchmarks/convergence.py")
     os.environ["SMDDP_NODE_ID"] = f"node{os.environ['RANK']}"
     torch.set_num_threads(1)
     dist.init_process_group("smddp")

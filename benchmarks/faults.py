@@ -35,6 +35,7 @@ import hosts
 import ranks
 import torch
 import torch.distributed as dist
+from interleaved import parsed
 
 import smddp  # noqa: F401  registers the backend
 from smddp.bench.about import write_json
@@ -478,7 +479,7 @@ def main() -> int:
         "--interruptions", action="store_true", help="measure links that heal instead"
     )
     parser.add_argument("--json", type=Path, help="file for the figures")
-    options = parser.parse_args()
+    options = parsed(parser)
     reason = hosts.unavailable()
     if reason is not None:
         parser.exit(2, f"faults.py: {reason}\n")

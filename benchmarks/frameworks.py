@@ -22,7 +22,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/frameworks")]
 
 import cases  # noqa: E402
 import torch  # noqa: E402
+from interleaved import parsed  # noqa: E402
 
+from smddp import _files  # noqa: E402
 from smddp.bench.about import json_text  # noqa: E402
 
 
@@ -69,7 +71,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default="", help="cases whose name or package has this text")
     parser.add_argument("--runs", type=int, default=1)
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     rows: list[dict[str, Any]] = []
     print(
         "| what | package | version | launcher, ranks | smddp against gloo | smddp: s | gloo: s |"
@@ -85,7 +87,7 @@ def main() -> None:
             config |= {"machine": platform.machine()}
             about = ["frameworks.py", f"--runs={arguments.runs}"]
             written = {"args": about, "config": config, "results": rows}
-            arguments.json.write_text(json_text(written) + "\n")
+            _files.write(arguments.json, json_text(written) + "\n")
 
 
 if __name__ == "__main__":

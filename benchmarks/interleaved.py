@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from smddp.bench.about import write_json
-from smddp.bench.launch import reserved_port
+from smddp.bench.launch import require_own_backends, reserved_port
 
 # Makes, on a rank, a function that runs one step, from the options and the variant.
 Make = Callable[[Any, dict[str, Any]], Callable[[], None]]
@@ -88,6 +88,7 @@ class Job:
         self.pipes, self.processes = [], []
         self.seconds: list[float] = []
         self.processor: list[float] = []
+        self._name = variant["name"]
         self._stack = contextlib.ExitStack()
         port = self._stack.enter_context(reserved_port())
         for rank in range(variant["ranks"]):
@@ -95,6 +96,7 @@ class Job:
             arguments = rank, variant["ranks"], port, make, options, variant, theirs
             process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
+            theirs.close()  # so that the end of a rank is noticed
             self.pipes.append(mine)
             self.processes.append(process)
 
@@ -103,10 +105,16 @@ class Job:
 
         Args:
             what: how many steps to run; or a function of a module, which gets the step of the rank.
+
+        Raises:
+            SystemExit: a rank has ended.
         """
-        for pipe in self.pipes:
-            pipe.send(what)
-        return [pipe.recv() for pipe in self.pipes]
+        try:
+            for pipe in self.pipes:
+                pipe.send(what)
+            return [pipe.recv() for pipe in self.pipes]
+        except (EOFError, OSError):
+            raise SystemExit(f"a rank of {self._name} has ended; what it wrote says why") from None
 
     def turn(self, count: int) -> None:
         """Runs some steps."""
@@ -172,6 +180,16 @@ def add_arguments(parser: argparse.ArgumentParser, turns: int = 5, steps: int = 
         help="begin files of cProfile's figures of rank 0 so",
     )
     parser.add_argument("--json", default="")
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Returns the parsed arguments, unless the environment would make gloo another backend."""
+    options = parser.parse_args()
+    try:
+        require_own_backends()
+    except ValueError as error:
+        parser.error(str(error))
+    return options
 
 
 def write(options: Any, rows: list[dict[str, Any]]) -> None:

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from interleaved import parsed
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -355,7 +356,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, help="measure calls, with so many bytes")
     parser.add_argument("--json", help="a file for all figures")
     parser.add_argument("--backend", default="smddp", help="for smp; torch's runs over gloo")
-    options = parser.parse_args()
+    options = parsed(parser)
     expression = options.active or "p + 2"
     options.active_of = lambda size: int(eval(expression, {"p": size}))
     # Registers the backend, before the ranks are forked.

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from interleaved import Sleep, add_arguments, measure, write
+from interleaved import Sleep, add_arguments, measure, parsed, write
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--microbatches", type=int, help="default 4; of the transformer, 1")
     add_arguments(parser)
-    options = parser.parse_args()
+    options = parsed(parser)
     if options.microbatches is None:
         options.microbatches = 4 if options.what == "sleep" else 1
     options.batch = max(options.batch, options.microbatches)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from interleaved import Sleep, add_arguments, measure, write
+from interleaved import Sleep, add_arguments, measure, parsed, write
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=4)
     add_arguments(parser)
-    options = parser.parse_args()
+    options = parsed(parser)
     rows = []
     for degree in options.ranks:
         if options.what == "sleep":

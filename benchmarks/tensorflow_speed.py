@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import hosts  # noqa: E402
 
-from smddp.bench.about import json_text, print_written  # noqa: E402
+from smddp.bench.about import json_text, write_file  # noqa: E402
 
 PYTHON = ROOT / "build/tensorflow/bin/python"
 # By the size of their gradients: widths of the layers between 784 inputs and 10 outputs.
@@ -160,8 +160,7 @@ def main() -> None:
         config = {"cores": os.cpu_count(), "machine": platform.machine(), "rate": options.rate}
         about = ["tensorflow_speed.py", *sys.argv[1:]]
         written = {"args": about, "config": config, "results": results}
-        options.json.write_text(json_text(written) + "\n")
-        print_written(options.json)
+        write_file(options.json, json_text(written) + "\n")
 
 
 if __name__ == "__main__":

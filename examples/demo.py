@@ -178,8 +178,17 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=HERE / "output", help="folder for results")
     parser.add_argument("--limit", type=float, default=300, help="time limit of a run in seconds")
     arguments = parser.parse_args()
+    if replaced := os.environ.get("SMDDP_INSTEAD_OF"):
+        parser.error(f"unset SMDDP_INSTEAD_OF={replaced}: with it, smddp would be beside itself")
+    if arguments.epochs < 1:
+        parser.error("--epochs must be at least 1")
+    # Also when another signal than Ctrl-C ends this process, the ranks have to be ended.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     folder = arguments.output.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output: {error}")
     console = Console()
     results = {}
     try:
@@ -189,6 +198,9 @@ def main() -> int:
     except DemoError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("demo: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     report(console, results)
     picture = folder / "loss.png"
     draw(results, picture)

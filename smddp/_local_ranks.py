@@ -4,12 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-__all__ = ["python_command", "reserved_port", "start_ranks"]
+__all__ = ["leaving_at_signals", "python_command", "reserved_port", "start_ranks"]
+
+
+@contextlib.contextmanager
+def leaving_at_signals() -> Iterator[None]:
+    """Lets SIGTERM and SIGHUP raise SystemExit meanwhile, as Ctrl-C raises KeyboardInterrupt.
+
+    Otherwise they would end this process before it ends the ranks that it has started.
+    """
+
+    def leave(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    # Those that are ignored stay so, as under nohup. Only the main thread may change any.
+    is_main = threading.current_thread() is threading.main_thread()
+    both = (signal.SIGTERM, signal.SIGHUP) if is_main else ()
+    changed = [each for each in both if signal.getsignal(each) == signal.SIG_DFL]
+    for each in changed:
+        signal.signal(each, leave)
+    try:
+        yield
+    finally:
+        for each in changed:
+            signal.signal(each, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
@@ -73,7 +99,7 @@ def start_ranks(
             environ = {**common, **own}
             try:
                 ranks.append(subprocess.Popen(command, env=environ, stdout=output, stderr=output))
-            except OSError:
+            except BaseException:
                 for rank in ranks:
                     rank.kill()
                     rank.wait()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import smddp  # noqa: F401, registers the backend
-from smddp_launch import complete_from_launcher
+from smddp_launch import complete_environment, complete_from_launcher
 from smddp_registration import BACKEND_NAME
 
 __all__ = [
@@ -145,8 +145,8 @@ def get_local_rank() -> int:
     Raises:
         ValueError: init_process_group() has not been called.
     """
-    dist.get_rank()  # raises that
-    # Set when the group was created, whatever started the job.
+    # Raises that. The variable is set when a group of smddp is made, but this may be another one.
+    complete_environment(dist.get_rank(), dist.get_world_size())
     return int(os.environ["SMDATAPARALLEL_LOCAL_RANK"])
 
 

@@ -32,7 +32,12 @@ import torch.distributed as dist
 
 from smddp import _load, env
 from smddp._command import run
-from smddp._local_ranks import python_command, reserved_port, start_ranks
+from smddp._local_ranks import (
+    leaving_at_signals,
+    python_command,
+    reserved_port,
+    start_ranks,
+)
 from smddp._meeting import Dial, Meeting, dial_all
 from smddp._spans import plural
 from smddp_launch import UNKNOWN_HOST, complete_from_launcher, complete_rendezvous
@@ -109,16 +114,21 @@ def _instructions() -> Finding:
     return Finding("processor", _OK, f"sums use {simd}")
 
 
-def _control_groups() -> list[Path]:
-    """Returns the folders of this process's control groups (cgroups(7), version 2).
+def _control_groups(controller: str = "") -> list[Path]:
+    """Returns the folders of this process's control groups (cgroups(7)).
 
     That of the process comes first, then those around it. The limits of all of them count: Slurm
-    limits a job, and none of its tasks.
+    limits a job, and none of its tasks. In a container, the first may be known to the host only.
+
+    Args:
+        controller: of version 1, which has groups for each; "" means version 2.
     """
-    with contextlib.suppress(OSError, IndexError):
-        line = _OWN_GROUP.read_text().splitlines()[-1]
-        folder = _GROUPS / line.split(":", 2)[2].lstrip("/")
-        return [folder, *folder.parents]
+    with contextlib.suppress(OSError, ValueError):
+        for line in _OWN_GROUP.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                folder = _GROUPS / controller / path.lstrip("/")
+                return [folder, *folder.parents]
     return []
 
 
@@ -127,8 +137,13 @@ def _quota() -> float | None:
     quotas = []
     for folder in _control_groups():
         with contextlib.suppress(OSError, ValueError):
-            quota, period = (folder / "cpu.max").read_text().split()
-            quotas.append(int(quota) / int(period))
+            quota, period = map(int, (folder / "cpu.max").read_text().split())
+            quotas.append(quota / period)
+    for folder in _control_groups("cpu"):
+        with contextlib.suppress(OSError, ValueError):
+            quota = int((folder / "cpu.cfs_quota_us").read_text())
+            if quota > 0:  # -1: there is no limit
+                quotas.append(quota / int((folder / "cpu.cfs_period_us").read_text()))
     return min(quotas, default=None)
 
 
@@ -197,7 +212,8 @@ def _clock() -> Finding:
 def _files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _ENOUGH_FILES:
-        raisable = f"ulimit -n {min(hard, 65536)}" if hard > soft else "raise LimitNOFILE"
+        enough = hard >= _ENOUGH_FILES
+        raisable = f"ulimit -n {min(hard, 65536)}" if enough else "raise LimitNOFILE"
         return Finding(
             "open files", _FAULT, f"the limit is {soft}; large jobs need {_ENOUGH_FILES}", raisable
         )
@@ -230,15 +246,20 @@ def _available_memory() -> int:
     """Returns the bytes that this process may still use, as far as the kernel tells."""
     text = Path("/proc/meminfo").read_text()
     available = int(text.partition("MemAvailable:")[2].split()[0]) << 10
-    for folder in _control_groups():
-        with contextlib.suppress(OSError, ValueError):
-            limit = int((folder / "memory.max").read_text())
-            used = int((folder / "memory.current").read_text())
-            # The kernel gives these up as soon as memory is needed. Reading files fills a group.
-            words = (folder / "memory.stat").read_text().split()
-            counts = dict(zip(words[::2], map(int, words[1::2]), strict=True))
-            freed = sum(counts.get(name, 0) for name in _RECLAIMABLE)
-            available = min(available, limit - used + freed)
+    for controller, most, now, prefix in (
+        ("", "memory.max", "memory.current", ""),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        for folder in _control_groups(controller):
+            with contextlib.suppress(OSError, ValueError):
+                limit = int((folder / most).read_text())
+                used = int((folder / now).read_text())
+                # The kernel gives these up as soon as memory is needed. Reading files fills a
+                # group.
+                words = (folder / "memory.stat").read_text().split()
+                counts = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+                freed = sum(counts.get(prefix + name, 0) for name in _RECLAIMABLE)
+                available = min(available, limit - used + freed)
     return available
 
 
@@ -550,7 +571,7 @@ def _play_two_hosts() -> list[Finding]:
         OSError: they cannot be started.
     """
     command = [*python_command("smddp.doctor"), "--json"]
-    with reserved_port() as port:
+    with leaving_at_signals(), reserved_port() as port:
         ranks = start_ranks([1, 1], command, port, subprocess.PIPE)
         try:
             ends = [_end_of(process) for process in ranks]
@@ -582,7 +603,7 @@ def _end_of(process: subprocess.Popen[bytes]) -> tuple[list[Finding], str]:
         how = f"it did not end within {limit:.0f} s"
     last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no error output"]
     try:
-        report = _from_json(output.decode())
+        report = _from_json(output.decode(errors="surrogateescape"))
     except ValueError:  # it has ended while it printed
         report = []
     return [finding for _, those in report for finding in those], f"{how}, {last[0]}"

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smddp import _load
+from smddp import _files, _load
 from smddp._command import run
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = settings()
         if options.markdown not in (None, "-"):
             path = Path(options.markdown)
-            path.write_text(insert(path.read_text(), markdown(rows)))
+            _files.write(path, insert(path.read_text(encoding="utf-8"), markdown(rows)))
     except (ValueError, OSError) as error:
         print(f"smddp.env: {error}", file=sys.stderr)
         return 1

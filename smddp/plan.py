@@ -18,8 +18,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smddp import _load, plan_drawing
-from smddp._command import run
+from smddp import _files, _load, plan_drawing
+from smddp._command import ending_at_once, run
 from smddp_launch import sizes_of_nodes
 
 if TYPE_CHECKING:
@@ -124,15 +124,16 @@ def _list(module: Any) -> int:
 
 
 def _check(module: Any, options: argparse.Namespace) -> int:
-    problem: str = module.check_plan(
-        collective=options.collective,
-        bytes=options.bytes,
-        nodes=options.nodes,
-        root=options.root,
-        shared=options.shared,
-        algorithm=options.algorithm,
-        wire=options.wire,
-    )
+    with ending_at_once():
+        problem: str = module.check_plan(
+            collective=options.collective,
+            bytes=options.bytes,
+            nodes=options.nodes,
+            root=options.root,
+            shared=options.shared,
+            algorithm=options.algorithm,
+            wire=options.wire,
+        )
     if problem:
         print(problem)
         return 1
@@ -164,6 +165,9 @@ def _draw(module: Any, options: argparse.Namespace) -> int:
             f"--nodes {_layout_text(options.nodes)} has {ranks} ranks, and a drawing has at most "
             f"{plan_drawing.LARGEST}"
         )
+    kind = options.output.suffix.lower()
+    if kind not in ("", ".html", ".htm", ".svg"):
+        raise ValueError(f"--output {options.output}: draws .html and .svg only")
     moves = options.collective != "barrier"
     if moves and not options.bytes:
         raise ValueError(f"how many bytes? For example: draw {options.collective} 25MiB")
@@ -192,19 +196,20 @@ def _draw(module: Any, options: argparse.Namespace) -> int:
         ]
 
     size, layout = options.bytes if moves else 0, _layout_text(options.nodes)
-    if options.output.suffix == ".svg":
-        text = plan_drawing.picture(
-            plans(choice("", bytes=size), choice("", nodes=options.nodes)), options.nodes
-        )
-    else:
-        text = plan_drawing.document(
-            options.collective,
-            [choice(_size_text(each), bytes=each) for each in sizes],
-            [choice(name, nodes=layouts[name]) for name in in_order],
-            (sizes.index(size), in_order.index(layout)),
-            plans,
-        )
-    options.output.write_text(text)
+    with ending_at_once():
+        if kind == ".svg":
+            text = plan_drawing.picture(
+                plans(choice("", bytes=size), choice("", nodes=options.nodes)), options.nodes
+            )
+        else:
+            text = plan_drawing.document(
+                options.collective,
+                [choice(_size_text(each), bytes=each) for each in sizes],
+                [choice(name, nodes=layouts[name]) for name in in_order],
+                (sizes.index(size), in_order.index(layout)),
+                plans,
+            )
+    _files.write(options.output, text)
     print(f"wrote {options.output}")
     return 0
 
@@ -292,16 +297,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _check(module, options)
         if options.command == "draw":
             return _draw(module, options)
-        text: str = module.print_plan(
-            collective=options.collective,
-            bytes=options.bytes,
-            nodes=options.nodes,
-            rank=options.rank,
-            root=options.root,
-            shared=options.shared,
-            algorithm=options.algorithm,
-            wire=options.wire,
-        )
+        with ending_at_once():
+            text: str = module.print_plan(
+                collective=options.collective,
+                bytes=options.bytes,
+                nodes=options.nodes,
+                rank=options.rank,
+                root=options.root,
+                shared=options.shared,
+                algorithm=options.algorithm,
+                wire=options.wire,
+            )
     except (ValueError, OSError) as error:
         print(f"smddp.plan: {error}", file=sys.stderr)
         return 1

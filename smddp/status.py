@@ -5,7 +5,8 @@
 
 Each process that uses smddp has a status board in memory that others may read
 (csrc/engine/status_board.h has the format). Ranks on other hosts are not seen: run the command
-there, too. Only processes of the same user can be read, and with root's rights all.
+there, too. Only processes of the same user can be read, and with root's rights all, also those in
+containers; the texts about their groups have the numbers that processes have in there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from smddp._command import run
-from smddp._spans import spans
+from smddp._spans import plural, spans
 
 __all__ = ["Member", "Wait", "look", "main", "text_of"]
 
@@ -118,17 +119,31 @@ def _boards(pid: int) -> Iterator[_Board]:
                 os.close(descriptor)
 
 
-def _is_own(pid: int, board: _Board) -> bool:
-    """Returns whether a process has made this board: a child has the descriptors of its parent."""
-    return board.read(_HEAD, _FRONT)[:2] == (_MAGIC, pid)
+def _own_number(pid: int) -> int:
+    """Returns the number by which a process knows itself, which is another one in a container."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        text = (_PROC / str(pid) / "status").read_text(errors="replace")
+        # The name of the program, which comes before, may contain anything but the end of a line.
+        return int(text.partition("\nNSpid:")[2].splitlines()[0].split()[-1])
+    return pid
 
 
-def _contents(pid: int, board: _Board) -> Iterator[tuple[int, int, int, str]]:
+def _is_own(number: int, board: _Board) -> bool:
+    """Returns whether a process has made this board: a child has the descriptors of its parent.
+
+    Args:
+        number: from _own_number().
+        board: one that the process has open.
+    """
+    return board.read(_HEAD, _FRONT)[:2] == (_MAGIC, number)
+
+
+def _contents(number: int, board: _Board) -> Iterator[tuple[int, int, int, str]]:
     """Reads the slots of a board: (group, calls, when it was written in nanoseconds, text)."""
-    if not _is_own(pid, board):
+    if not _is_own(number, board):
         return
-    for number in range(1, 1 + min(board.read(_HEAD, _FRONT)[2], _MOST_SLOTS)):
-        begin = _FRONT + _SLOT * number
+    for slot in range(1, 1 + min(board.read(_HEAD, _FRONT)[2], _MOST_SLOTS)):
+        begin = _FRONT + _SLOT * slot
         for _ in range(100):
             version, group, calls, written, length = board.read(_CONTENT, begin)
             if version == 0:
@@ -143,8 +158,9 @@ def _contents(pid: int, board: _Board) -> Iterator[tuple[int, int, int, str]]:
 def _state_and_parent(pid: int) -> tuple[str, int]:
     """Returns two fields of proc_pid_stat(5); ("", 0) if there is no such process."""
     with contextlib.suppress(OSError, ValueError):
-        # The name of the program, which comes before, may contain anything.
-        state, parent = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[:2]
+        # The name of the program, which comes before, may contain anything, also half a character.
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+        state, parent = text.rpartition(")")[2].split()[:2]
         return state, int(parent)
     return "", 0
 
@@ -160,9 +176,9 @@ def _wait_of(fields: list[str], now: int) -> Wait:
 
 
 def _members(pid: int) -> Iterator[Member]:
-    stopped = _is_stopped(pid)
+    stopped, own = _is_stopped(pid), _own_number(pid)
     for board in _boards(pid):
-        for group, calls, written, text in _contents(pid, board):
+        for group, calls, written, text in _contents(own, board):
             with contextlib.suppress(ValueError):  # a damaged board
                 if (member := _member(pid, group, calls, written, text, stopped)) is not None:
                     yield member
@@ -228,7 +244,8 @@ def _descendants(pid: int) -> list[int]:
 
 def _has_board(pid: int) -> bool:
     """Returns whether a process has a status board of its own."""
-    return any(_is_own(pid, board) for board in _boards(pid))
+    own = _own_number(pid)
+    return any(_is_own(own, board) for board in _boards(pid))
 
 
 def _state(member: Member) -> str:
@@ -263,7 +280,7 @@ def text_of(members: list[Member]) -> str:
         groups[member.id].append(member)
     lines = []
     for those in groups.values():
-        lines.append(f'group "{those[0].group}" of {those[0].size} ranks')
+        lines.append(f'group "{those[0].group}" of {plural(those[0].size, "rank")}')
         lines += [f"  rank {m.rank:<3} pid {m.pid:<8} {_state(m)}" for m in those]
         absent = sorted(set(range(those[0].size)) - {member.rank for member in those})
         if absent:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smddp import _load, topology_drawing
+from smddp import _files, _load, topology_drawing
 from smddp._command import run
 from smddp._spans import plural, spans
 from smddp.doctor import CARDS, Finding, identity, is_job, join_job, make_group
@@ -102,7 +102,7 @@ class Host:
 def _read(path: Path) -> str:
     """Returns the content of a file; "" if it cannot be read, as in some containers."""
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return ""
 
@@ -410,7 +410,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             hosts, description = [look()], ""
         if options.svg is not None:
-            options.svg.write_text(topology_drawing.draw(list(map(dataclasses.asdict, hosts))))
+            _files.write(options.svg, topology_drawing.draw(list(map(dataclasses.asdict, hosts))))
     except (ValueError, OSError, RuntimeError) as error:
         print(f"smddp topo: {error}", file=sys.stderr)
         return 1

@@ -14,6 +14,7 @@ import ctypes
 import dataclasses
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 _NETWORK = "10.77.0"
+_MOST_HOSTS = 254  # of that network
 
 
 def unavailable() -> str | None:
@@ -231,7 +233,8 @@ def launch(network: Network, ranks: int, arguments: list[str]) -> int:
     finally:
         for job in jobs:
             job.terminate()
-    return next((job.returncode for job in jobs if job.wait() != 0), 0)
+        statuses = [job.wait() for job in jobs]  # each ends its ranks first
+    return next((status for status in statuses if status != 0), 0)
 
 
 def main() -> int:
@@ -245,11 +248,25 @@ def main() -> int:
     parser.add_argument("--rate", help="bandwidth of each link, such as 1gbit (default: no limit)")
     parser.add_argument("arguments", nargs="+", help="-- and the command line after `python`")
     options = parser.parse_args()
+    if not 1 <= options.hosts <= _MOST_HOSTS:
+        parser.error(f"--hosts {options.hosts}: expects from 1 to {_MOST_HOSTS}")
+    if options.ranks < 1:
+        parser.error(f"--ranks {options.ranks}: expects at least 1")
     reason = unavailable()
     if reason is not None:
         parser.exit(2, f"hosts.py: {reason}\n")
-    with Hosts(options.hosts, options.rate) as network:
-        return launch(network, options.ranks, options.arguments)
+    # Also when another signal than Ctrl-C ends this process, the ranks have to be ended.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        with Hosts(options.hosts, options.rate) as network:
+            return launch(network, options.ranks, options.arguments)
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip().splitlines() or [str(error)]
+        parser.exit(2, f"hosts.py: the hosts cannot be made: {said[0]}\n")
+    except OSError as error:
+        parser.exit(2, f"hosts.py: {error}\n")
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -15,20 +16,23 @@ import torch.distributed as dist
 
 import smddp
 from smddp._command import run
+from smddp._spans import plural
 from smddp.bench import ddp, numa, options, plot, table, tune
 from smddp.bench.about import (
     about,
+    given,
     nodes_of_ranks,
     print_written,
     record_start,
     write_file,
     write_json,
+    written,
 )
 from smddp.bench.bounds import BoundContender, copy_rate, link_rate
 from smddp.bench.contender import Contender
 from smddp.bench.launch import complete_rendezvous, is_rank, launch
 from smddp.bench.measure import Bench, Case, Measurement
-from smddp.bench.mpi import MPIS, MpiContender
+from smddp.bench.mpi import MPIS, MpiContender, MpiError
 from smddp.bench.torch_calls import TorchContender
 
 
@@ -102,7 +106,8 @@ class _Rank:
     def _progress(self, text: str) -> None:
         """Prints a line of progress on a terminal; the next one replaces it."""
         if self.prints and sys.stderr.isatty():
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+            room = shutil.get_terminal_size().columns - 1  # of a longer one a part would stay
+            print(f"\r\033[K{text[:room]}", end="", file=sys.stderr, flush=True)
 
     def run(self) -> list[list[Measurement]]:
         """Measures and prints everything; returns the rows."""
@@ -160,40 +165,56 @@ class _Rank:
             notes=self._notes,
         )
 
-    def write(self, tasks: list[list[Measurement]]) -> None:
-        """Writes the files that were asked for."""
+    def write(self, tasks: list[list[Measurement]]) -> bool:
+        """Writes the files that were asked for; returns whether all of them could be written."""
         run, where = self._run, self._about()
-        if run.json is not None:
-            write_json(run.json, table.as_json(tasks, where, run.every_call))
         nodes = where["config"]["ranks_of_nodes"]
-        title = f"{dist.get_world_size()} ranks, {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
-        if run.plot is not None:
-            plot.draw(tasks, title, run.plot)
-            print_written(run.plot)
-        if run.tune is not None:
+        title = f"{plural(dist.get_world_size(), 'rank')}, {plural(len(nodes), 'node')}"
+
+        def as_json() -> None:
+            if run.json is not None:
+                write_json(run.json, table.as_json(tasks, where, run.every_call))
+
+        def as_plot() -> None:
+            if run.plot is not None:
+                plot.draw(tasks, title, run.plot)
+                print_written(run.plot)
+
+        def as_tuning() -> None:
+            if run.tune is None:
+                return
             found = tune.findings(tasks, nodes)
             verdicts = list(tune.verdicts(found))
             for sentence in verdicts:
                 self._print(f"# {sentence}")
-            lines = [f"{self._start.time}, {title}", f"smddp.bench {' '.join(sys.argv[1:])}"]
+            lines = [f"{self._start.time}, {title}", f"smddp.bench {' '.join(given())}"]
             lines += [*self._start.lines(), *verdicts]
             write_file(run.tune, tune.write(tune.rows(found, nodes), lines))
 
+        are_written = [written(each) for each in (as_json, as_plot, as_tuning)]
+        return all(are_written)
+
 
 def _be_rank(run: options.Run) -> int:
-    complete_rendezvous()
     # Torch's Flight Recorder adds 2 us to each call of a backend that torch does not ship, and
     # nothing to gloo. It would distort the comparison.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     # The benchmark's own messages always go through gloo.
     dist.init_process_group("gloo")
-    with _Rank(run) as rank:
-        tasks = rank.run()
-        if rank.prints:
-            rank.write(tasks)
+    is_written = True
+    try:
+        with _Rank(run) as rank:
+            tasks = rank.run()
+            if rank.prints:
+                is_written = rank.write(tasks)
+    except MpiError as error:  # on all ranks
+        if dist.get_rank() == 0:
+            print(f"smddp.bench: {error}", file=sys.stderr)
+        dist.destroy_process_group()
+        return 1
     dist.barrier()
     dist.destroy_process_group()
-    return 1 if table.count_wrong(tasks) else 0
+    return 0 if is_written and not table.count_wrong(tasks) else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -204,7 +225,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = options.parser().parse_args(arguments)
     try:
         run = options.parse(parsed, int(os.environ["WORLD_SIZE"]) if is_rank() else None)
-    except ValueError as error:
+        if is_rank():
+            complete_rendezvous()
+    except (ValueError, OSError) as error:
         print(f"smddp.bench: {error}", file=sys.stderr)
         return 2
     if not is_rank():

@@ -10,23 +10,26 @@ import platform
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from smddp import _load
+from smddp import _files, _load
 
 __all__ = [
     "RunStart",
     "about",
+    "given",
     "json_text",
     "nodes_of_ranks",
     "print_written",
     "record_start",
     "write_file",
     "write_json",
+    "written",
 ]
 
 _PREFIXES = ("SMDDP_", "OMP_", "NCCL_", "GLOO_")
@@ -102,6 +105,12 @@ def nodes_of_ranks() -> list[int]:
     return [order.index(name) for name in names]
 
 
+def given() -> list[str]:
+    """Returns the arguments of the benchmark; without the word `bench` of `smddp bench`."""
+    words = sys.argv[1:]
+    return words[1:] if Path(sys.argv[0]).name == "smddp" and words[:1] == ["bench"] else words
+
+
 def about(start: RunStart, **config: Any) -> dict[str, Any]:
     """Returns the part of a JSON file that comes before the results.
 
@@ -114,7 +123,7 @@ def about(start: RunStart, **config: Any) -> dict[str, Any]:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return {
         "start_time": start.time,
-        "args": ["smddp.bench", *sys.argv[1:]],
+        "args": ["smddp.bench", *given()],
         "env": {
             name: value
             for name, value in sorted(os.environ.items())
@@ -138,9 +147,19 @@ def print_written(path: Path) -> None:
     print(f"# wrote {path}", flush=True)
 
 
+def written(write: Callable[[], None]) -> bool:
+    """Writes a file at the end of a measurement; prints why and returns False if it cannot be."""
+    try:
+        write()
+    except OSError as error:
+        print(f"smddp.bench: {error}", file=sys.stderr)
+        return False
+    return True
+
+
 def write_file(path: Path, text: str) -> None:
     """Writes a file, and prints its name."""
-    path.write_text(text)
+    _files.write(path, text)
     print_written(path)
 
 

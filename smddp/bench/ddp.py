@@ -17,13 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smddp.bench.about import RunStart, about, nodes_of_ranks, record_start, write_json
+from smddp.bench.about import RunStart, about, nodes_of_ranks, record_start, write_json, written
 from smddp.bench.launch import (
     DEFAULT_RANKS,
     complete_rendezvous,
     is_rank,
     launch,
     layout_of,
+    require_files,
     require_own_backends,
     require_positive,
 )
@@ -93,9 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nodes", help="ranks on this machine that play several nodes, such as 2x2 or 8x1"
     )
-    parser.add_argument(
-        "--models", default=",".join(MODELS), help=f"some of {', '.join(MODELS)} (default all)"
-    )
+    parser.add_argument("--models", help=f"some of {', '.join(MODELS)} (default all)")
     parser.add_argument(
         "--backends",
         default=",".join(_BACKENDS),
@@ -145,6 +144,10 @@ def _check(options: argparse.Namespace) -> list[int]:
         ValueError: an option is invalid.
     """
     require_own_backends()
+    if options.models is None:
+        options.models = ",".join(MODELS)
+    elif options.sleep is not None:
+        raise ValueError("--sleep measures a model of its own: leave out --models")
     options.models, options.backends = options.models.split(","), options.backends.split(",")
     for asked, known, name in (
         (options.models, list(MODELS), "--models"),
@@ -155,6 +158,8 @@ def _check(options: argparse.Namespace) -> list[int]:
                 raise ValueError(f"{name} {each!r} is unknown; use {', '.join(known)}")
         if len(set(asked)) < len(asked):
             raise ValueError(f"{name} {','.join(asked)} names one twice")
+    if options.wire and "smddp" not in options.backends:
+        raise ValueError("--wire is about rows of smddp: add it to --backends")
     options.wire = split_wires(options.wire)
     require_positive(options, "sleep", "bucket_mib", "seconds", "limit")
     if options.sleep_parameters < 8:
@@ -163,8 +168,7 @@ def _check(options: argparse.Namespace) -> list[int]:
         options.bucket_mib = options.sleep_parameters * 4 / 8 / 2**20
     if options.steps is not None and options.steps < 1:
         raise ValueError("--steps must be at least 1")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise ValueError(f"{options.json}: there is no such folder")
+    require_files(options.json)
     return layout_of(options.ranks, options.nodes)
 
 
@@ -186,7 +190,6 @@ def _amount(options: argparse.Namespace) -> Amount:
 
 
 def _be_rank(options: argparse.Namespace) -> int:
-    complete_rendezvous()
     dist.init_process_group("gloo")
     start = record_start()
     torch.set_num_threads(1)  # the ranks share the cores
@@ -205,11 +208,13 @@ def _be_rank(options: argparse.Namespace) -> int:
         models.append(rows)
         if prints:
             print(_format(rows), flush=True)
+    is_written = True
     if prints and options.json is not None:
-        write_json(options.json, _as_json(models, start))
+        is_written = written(lambda: write_json(options.json, _as_json(models, start)))
     dist.barrier()
     dist.destroy_process_group()
-    return 1 if any(row.right is False for rows in models for row in rows) else 0
+    is_right = all(row.right is not False for rows in models for row in rows)
+    return 0 if is_right and is_written else 1
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -219,7 +224,9 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
         layout = _check(options)
-    except ValueError as error:
+        if is_rank():
+            complete_rendezvous()
+    except (ValueError, OSError) as error:
         print(f"smddp.bench: {error}", file=sys.stderr)
         return 2
     if not is_rank():

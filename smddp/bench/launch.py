@@ -5,15 +5,23 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from smddp._local_ranks import python_command, reserved_port, start_ranks
+import smddp_launch
+from smddp import _files
+from smddp._local_ranks import (
+    leaving_at_signals,
+    python_command,
+    reserved_port,
+    start_ranks,
+)
 from smddp.plan import parse_nodes
-from smddp_launch import complete_from_launcher
 
 __all__ = [
     "DEFAULT_RANKS",
@@ -21,6 +29,8 @@ __all__ = [
     "is_rank",
     "launch",
     "layout_of",
+    "require_files",
+    "require_own_backends",
     "require_positive",
     "reserved_port",
 ]
@@ -32,7 +42,9 @@ _TIMEOUT = 60.0
 
 def is_rank() -> bool:
     """Returns whether a launcher started this process: torchrun, mpirun or srun."""
-    complete_from_launcher()
+    smddp_launch.complete_from_launcher()
+    if os.environ.get("WORLD_SIZE") == "1" and smddp_launch.is_shell_of_slurm():
+        return False
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -92,17 +104,36 @@ def require_positive(options: argparse.Namespace, *names: str) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, not {value:g}")
 
 
-def complete_rendezvous() -> None:
-    """Sets MASTER_ADDR and MASTER_PORT for ranks of one host, because mpirun does not.
+def require_files(*files: Path | None) -> None:
+    """Checks that rank 0 can write files, before anything is measured.
+
+    Args:
+        files: that were asked for; None where none was.
 
     Raises:
-        OSError: the ranks are on several hosts, or rank 0 did not start in time.
+        ValueError: it cannot write one.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for file in filter(None, files):
+        if why := _files.unwritable(file):
+            raise ValueError(why)
+
+
+def complete_rendezvous() -> None:
+    """Sets MASTER_ADDR and MASTER_PORT, because mpirun does not.
+
+    Raises:
+        OSError: nothing says on which of several hosts rank 0 is, or it did not start in time.
+        ValueError: a variable of the launcher is wrong.
     """
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if int(os.environ.get("LOCAL_WORLD_SIZE", size)) != size:
-        raise OSError("set MASTER_ADDR and MASTER_PORT: the ranks are on several hosts")
+        if not smddp_launch.complete_rendezvous():
+            raise OSError(smddp_launch.UNKNOWN_HOST)
+        return
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     # A socket in the abstract namespace. Only ranks of the same mpirun know its name, and it
     # vanishes with its last user.
@@ -143,10 +174,15 @@ def launch(layout: Sequence[int], arguments: Sequence[str], seconds: float) -> i
         seconds: the limit after which all ranks are killed.
 
     Returns:
-        0, or the exit status of a rank that failed; then the other ranks were killed.
+        0, or the exit status of a rank that failed, as a shell tells it; then the other ranks were
+        killed.
     """
-    with reserved_port() as port:
-        ranks = start_ranks(layout, [*python_command("smddp.bench"), *arguments], port)
+    with leaving_at_signals(), reserved_port() as port:
+        try:
+            ranks = start_ranks(layout, [*python_command("smddp.bench"), *arguments], port)
+        except OSError as error:  # such as too many processes
+            print(f"smddp.bench: the ranks cannot be started: {error}", file=sys.stderr)
+            return 1
         try:
             return _wait(ranks, time.monotonic() + seconds, seconds)
         finally:
@@ -157,15 +193,24 @@ def launch(layout: Sequence[int], arguments: Sequence[str], seconds: float) -> i
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float, seconds: float) -> int:
+    failed: list[subprocess.Popen[bytes]] = []
     while any(rank.poll() is None for rank in ranks):
-        failed = next((rank for rank in ranks if rank.poll()), None)
-        if failed is not None:
+        failed = [rank for rank in ranks if rank.poll()]
+        if failed:
             _wait_for_others(ranks)
             break
         if time.monotonic() > deadline:
             print(f"smddp.bench: ended after {seconds:.0f} s (see --limit)", file=sys.stderr)
             return 1
         time.sleep(0.05)
+    # A rank that a signal has ended has printed nothing. Others may abort because it is gone, but
+    # nothing else than a lack of memory kills one.
+    killed = [rank for rank in ranks if rank.poll() == -signal.SIGKILL]
+    for rank in [*killed, *(rank for rank in failed or ranks if (rank.poll() or 0) < 0)]:
+        name = signal.Signals(-rank.returncode).name
+        why = ": is there enough memory?" if killed else ""
+        print(f"smddp.bench: rank {ranks.index(rank)} was ended by {name}{why}", file=sys.stderr)
+        return 128 - int(rank.returncode)
     return next((rank.returncode for rank in ranks if rank.poll()), 0)
 
 

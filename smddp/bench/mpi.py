@@ -25,7 +25,7 @@ import torch.distributed as dist
 from smddp.bench.contender import PLACES, Unable
 from smddp.bench.operations import Task
 
-__all__ = ["MPIS", "MpiContender", "missing"]
+__all__ = ["MPIS", "MpiContender", "MpiError", "missing"]
 
 # Seconds that one command may take, including the start of the ranks, before it counts as failed.
 _TIMEOUT = 120.0
@@ -96,8 +96,13 @@ def missing(name: str, prefix: Path) -> str | None:
         [_python(prefix), *test], env=_environment(mpi, prefix), capture_output=True, text=True
     )
     if done.returncode:
-        return f"mpi4py does not work with {mpi.title}: {done.stderr.strip().splitlines()[-1]}"
+        said = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
+        return f"mpi4py does not work with {mpi.title}: {said[-1]}"
     return None
+
+
+class MpiError(RuntimeError):
+    """The processes of an MPI could not start, or have failed; the text says which and why."""
 
 
 class MpiContender:
@@ -108,7 +113,7 @@ class MpiContender:
         prefix: as for missing().
 
     Raises:
-        RuntimeError: the processes could not start or failed; raised on all ranks.
+        MpiError: the processes could not start or failed; raised on all ranks.
     """
 
     error: float | None = None  # results are exact
@@ -130,7 +135,7 @@ class MpiContender:
                 outcome = [None, f"{self._mpi.title}: {error}{self._last_line()}"]
         dist.broadcast_object_list(outcome, 0)
         if outcome[1] is not None:
-            raise RuntimeError(outcome[1])
+            raise MpiError(outcome[1])
         return outcome[0]
 
     def _last_line(self) -> str:

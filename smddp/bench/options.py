@@ -14,7 +14,13 @@ import torch.distributed as dist
 
 from smddp.bench import mpi, plot, tune
 from smddp.bench.contender import PLACES
-from smddp.bench.launch import DEFAULT_RANKS, layout_of, require_own_backends, require_positive
+from smddp.bench.launch import (
+    DEFAULT_RANKS,
+    layout_of,
+    require_files,
+    require_own_backends,
+    require_positive,
+)
 from smddp.bench.measure import Case, Workload
 from smddp.bench.operations import BITWISE, OPERATIONS, Task
 from smddp.bench.table import BOUND
@@ -75,7 +81,6 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument(
         "--backends",
-        default=f"smddp,gloo,{BOUND}",
         help="some of smddp, gloo, openmpi, mpich, nccl, fake (does nothing, shows the cost of "
         f"torch itself), {BOUND} (what the hardware allows); or all, which means those that are "
         f"available (default smddp,gloo,{BOUND})",
@@ -324,6 +329,8 @@ def _cases(options: argparse.Namespace, backends: list[str]) -> list[Case]:
         ]
     if options.wire:
         raise ValueError("--wire and --tune exclude each other: --tune measures algorithms")
+    if on_gpu:
+        raise ValueError("--tune is for the memory of hosts: leave out --memory gpu")
     for variable in ("SMDDP_TUNING_FILE", "SMDDP_ALGORITHM"):
         if os.environ.get(variable):
             raise ValueError(f"--tune compares with the built-in table: unset {variable}")
@@ -355,6 +362,10 @@ def parse(options: argparse.Namespace, ranks: int | None) -> Run:
     if options.offset < 0:
         raise ValueError("--offset must not be negative")
     require_positive(options, "seconds", "limit")
+    if options.backends is None:
+        options.backends = f"smddp,gloo,{BOUND}"
+    elif options.tune is not None:
+        raise ValueError("--tune measures smddp only: leave out --backends")
     least, why = (1, "") if options.tune is None else (tune.ROUNDS, ", the rounds of --tune")
     if options.iterations is not None and options.iterations < least:
         raise ValueError(f"--iterations must be at least {least}{why}")
@@ -363,14 +374,16 @@ def parse(options: argparse.Namespace, ranks: int | None) -> Run:
     _check_reduction(options, backends)
     if options.plot is not None and (reason := plot.unavailable(options.plot)):
         raise ValueError(reason)
-    for file in (options.json, options.plot, options.tune):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ValueError(f"{file}: there is no such folder")
+    if options.every_call and options.json is None:
+        raise ValueError("--every-call is about the file of --json: give that, too")
+    require_files(options.json, options.plot, options.tune)
     workload = Workload(
         tasks, _PLACES[options.place], bool(options.check), options.seconds, options.iterations
     )
     if options.tune is not None:
         workload.rounds = tune.ROUNDS
+    if options.wire and "smddp" not in backends:
+        raise ValueError("--wire is about rows of smddp: add it to --backends")
     return Run(
         workload,
         _cases(options, backends),

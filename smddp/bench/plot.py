@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
+from smddp import _files
 from smddp.bench.measure import Case, Measurement
 from smddp.bench.table import BOUND
 
@@ -27,8 +29,9 @@ def unavailable(file: Path) -> str | None:
 def _label(case: Case) -> str:
     if case.backend == BOUND:
         return "what the hardware allows"
-    extra = case.algorithm or ("" if case.memory == "ordinary" else f"{case.memory} memory")
-    return f"{case.backend}, {extra}" if extra else case.backend
+    memory = "" if case.memory == "ordinary" else f"{case.memory} memory"
+    parts = (case.backend, case.algorithm, memory, case.wire)
+    return ", ".join(part for part in parts if part)
 
 
 def _style(case: Case, number: int) -> dict[str, str]:
@@ -74,5 +77,7 @@ def draw(tasks: Sequence[Sequence[Measurement]], title: str, file: Path) -> None
         for axes in (times, bandwidths):
             axes.grid(alpha=0.3)
     figure.suptitle(title)
-    figure.savefig(file, dpi=120)
+    content = io.BytesIO()
+    figure.savefig(content, format=file.suffix[1:], dpi=120)
     pyplot.close(figure)
+    _files.write(file, content.getvalue())

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from bench_runs import bench, rows_of
 
-from smddp.bench import numa
+from smddp.bench import launch, numa, options
 from smddp.bench.__main__ import main
-from smddp.bench.about import RunStart
+from smddp.bench.about import RunStart, given, write_json, written
 from smddp.bench.contender import PLACES
 from smddp.bench.operations import OPERATIONS
 
@@ -164,6 +169,7 @@ def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
         (["--backends=gloo,gloo"], "names one twice"),
         (["--wire=int4"], "--wire 'int4' is not one of fp32, bf16, int8"),
         (["--wire=int8,int8"], "--wire int8,int8 names one twice"),
+        (["--wire=int8", "--backends=gloo"], "--wire is about rows of smddp"),
         (["--wire=int8", "--tune=tuning.txt"], "--wire and --tune exclude each other"),
         (["alreduce"], "'alreduce' is not a collective; use allreduce, reduce"),
         (["--counts=1,x"], "--counts '1,x' are not numbers of elements"),
@@ -177,17 +183,24 @@ def test_several_nodes_types_and_operations(dtype: str, op: str) -> None:
         (["--min-bytes=2KiB", "--max-bytes=1KiB"], "positive, and at most --max-bytes 1KiB"),
         (["--plot=x.gif"], "draws .png and .svg only"),
         (["--json=/no/such/folder/x"], "there is no such folder"),
+        (["--json=/"], "/ is a folder, not a file"),
+        (["--tune=x", "--backends=gloo"], "--tune measures smddp only: leave out --backends"),
+        (["--nodes=9999999x9999999"], "is not a layout of ranks"),
+        (["--every-call"], "--every-call is about the file of --json: give that, too"),
         (["--tune=x", "all"], "--tune is for one collective at a time, of allreduce"),
         (["--tune=x", "sendrecv"], "--tune is for one collective at a time"),
         (["ddp", "--models=mpl"], "--models 'mpl' is unknown; use mlp, transformer, conv"),
         (["ddp", "--backends=gloo,gloo"], "names one twice"),
         (["ddp", "--wire=int4"], "--wire 'int4' is not one of fp32, bf16, int8"),
+        (["ddp", "--wire=int8", "--backends=gloo"], "--wire is about rows of smddp"),
         (["ddp", "--sleep=0"], "--sleep must be positive"),
         (["ddp", "--bucket-mib=-1"], "--bucket-mib must be positive, not -1"),
         (["ddp", "--steps=0"], "--steps must be at least 1"),
         (["ddp", "--nodes=x"], "is not a layout of ranks"),
         (["ddp", "--nodes=8x1", "--ranks=8"], "--nodes 8x1 says how many ranks there are"),
         (["ddp", "--seconds=inf"], "--seconds must be positive"),
+        (["ddp", "--json=/"], "/ is a folder, not a file"),
+        (["ddp", "--sleep=9", "--models=mlp"], "--sleep measures a model of its own"),
     ],
 )
 def test_bad_arguments_are_one_sentence(
@@ -230,6 +243,126 @@ def test_a_launcher_decides_how_many_ranks(
     said = capsys.readouterr().err
     assert "but the launcher has started 2 ranks: leave it out" in said
     assert asked.replace("=", " ") in said
+
+
+def test_algorithms_of_gpus_are_not_tuned(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of the file are for memory of the host."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert main(["--tune=x", "--memory=gpu"]) == 2
+    assert "--tune is for the memory of hosts" in capsys.readouterr().err
+
+
+def test_only_rank_0_writes_files(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other hosts need not have the folder."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    options.parse(options.parser().parse_args(["--json=/no/such/folder/x"]), 2)
+    monkeypatch.setenv("RANK", "0")
+    assert main(["--json=/no/such/folder/x"]) == 2
+
+
+@pytest.mark.parametrize("what", [[], ["ddp"]])
+def test_ranks_on_hosts_that_nobody_names(
+    what: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    assert main(what) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("smddp.bench: the job has several hosts, and nothing says where rank 0")
+    assert "set MASTER_ADDR" in said
+    # Slurm names them.
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_STEP_ID", "3")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "node[7-8]")
+    launch.complete_rendezvous()
+    assert os.environ["MASTER_ADDR"] == "node7"
+
+
+def test_the_shell_of_a_job_of_slurm_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the benchmark starts ranks, as anywhere else."""
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    slurm = {"PROCID": "0", "LOCALID": "0", "NTASKS": "1", "JOB_ID": "7", "STEP_NUM_TASKS": "1"}
+    for name, value in (slurm | {"STEP_ID": "4294967290"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert not launch.is_rank()
+    assert launch.layout_of(4, None) == [4]
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert launch.is_rank()
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "text"),
+    [
+        ("[ $RANK = 1 ] && kill -KILL $$; exit 1", 137,
+         "smddp.bench: rank 1 was ended by SIGKILL: is there enough memory?\n"),
+        ("[ $RANK = 0 ] && kill -SEGV $$; sleep 1; exit 3", 139,
+         "smddp.bench: rank 0 was ended by SIGSEGV\n"),
+        ("[ $RANK = 0 ] && exit 3; sleep 1; kill -ABRT $$", 3, ""),
+    ],
+)  # fmt: skip
+def test_ranks_that_signals_end(
+    script: str,
+    status: int,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launch, "python_command", lambda _: ["bash", "-c", script])
+    assert launch.launch([2], [], 60) == status
+    assert capfd.readouterr().err == text
+
+
+def test_ranks_that_cannot_be_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "python_command", lambda _: ["/no/such/program"])
+    assert launch.launch([2], [], 60) == 1
+    assert "smddp.bench: the ranks cannot be started: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["TERM", "HUP"])
+def test_a_signal_ends_the_ranks_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = getattr(signal, f"SIG{name}")
+    monkeypatch.setattr(
+        launch,
+        "python_command",
+        lambda _: ["bash", "-c", f"[ $RANK = 1 ] && kill -{name} {os.getpid()}; exec sleep 100"],
+    )
+    with pytest.raises(SystemExit) as raised:
+        launch.launch([2], [], 60)
+    assert raised.value.code == 128 + number
+    assert not [each for each in psutil.Process().children() if each.name() == "sleep"]
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_a_file_that_cannot_be_written_in_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not written(lambda: write_json(tmp_path / "no" / "x", {}))
+    said = capsys.readouterr().err
+    assert said.startswith("smddp.bench: [Errno 2] No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("argv", "arguments"),
+    [
+        (["/usr/bin/smddp", "bench", "reduce"], ["reduce"]),
+        (["/x/smddp/bench/__main__.py", "ddp", "--steps=1"], ["ddp", "--steps=1"]),
+    ],
+)
+def test_recorded_arguments(
+    argv: list[str], arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+    assert given() == arguments
 
 
 @pytest.mark.multiprocess

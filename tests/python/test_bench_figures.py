@@ -14,8 +14,21 @@ from smddp.bench.about import RunStart, json_text
 from smddp.bench.contender import Contender
 from smddp.bench.measure import Bench, Workload
 from smddp.bench.operations import OPERATIONS, Task
-from smddp.bench.plot import draw
+from smddp.bench.plot import _label, draw
 from smddp.bench.steps import Amount, _steps, hidden_share
+
+
+def test_lines_of_a_plot_have_names_of_their_own() -> None:
+    cases = [
+        Case("smddp"),
+        *(Case("smddp", memory) for memory in ("communication", "gpu")),
+        *(Case("smddp", wire=wire) for wire in ("fp32", "int8")),
+        *(Case("smddp", memory, "ring") for memory in ("ordinary", "communication")),
+    ]
+    assert len({_label(case) for case in cases}) == len(cases)
+    assert _label(Case("smddp", "communication", wire="int8")) == (
+        "smddp, communication memory, int8"
+    )
 
 
 @pytest.mark.parametrize(

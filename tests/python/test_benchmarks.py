@@ -3,12 +3,40 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 
+import programs
 import pytest
 from bench_runs import ROOT, run
 
+BENCHMARKS = ROOT / "benchmarks"
 SHORT = ("--ranks", "2", "--turns", "1", "--steps", "2")
+
+
+@pytest.mark.parametrize("script", ["sharding.py sleep", "pipeline.py", "faults.py"])
+def test_gloo_must_be_gloo(script: str) -> None:
+    name, *given = script.split()
+    done = run(str(BENCHMARKS / name), *given, SMDDP_INSTEAD_OF="gloo")
+    assert done.returncode == 2
+    assert "unset SMDDP_INSTEAD_OF=gloo: with it, the rows of gloo" in done.stderr
+
+
+def test_a_rank_that_ends() -> None:
+    """Nobody waits for it."""
+    script = """
+        import argparse, sys
+        sys.path.insert(0, sys.argv[1])
+        import interleaved
+        def make(options, variant):
+            raise RuntimeError("there is no such model")
+        variant = {"name": "this variant", "backend": "gloo", "ranks": 2}
+        interleaved.Job(make, argparse.Namespace(profile=""), variant).ask(1)
+    """
+    done = programs.run("-c", textwrap.dedent(script), str(BENCHMARKS), timeout=60)
+    assert done.returncode == 1, done
+    assert "there is no such model" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("a rank of this variant has ended")
 
 
 @pytest.mark.parametrize(
@@ -32,7 +60,7 @@ SHORT = ("--ranks", "2", "--turns", "1", "--steps", "2")
 def test_each_variant_has_a_row(arguments: str, variants: list[str], tmp_path: Path) -> None:
     script, *given = arguments.split()
     file = tmp_path / "rows.json"
-    done = run(str(ROOT / "benchmarks" / script), *given, *SHORT, "--json", str(file))
+    done = run(str(BENCHMARKS / script), *given, *SHORT, "--json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(file.read_text())["rows"]
     assert [row["variant"] for row in rows] == variants

@@ -47,6 +47,7 @@ LAUNCHERS = {
         "SLURM_LOCALID": "1",
         "SLURM_NODEID": "0",
         "SLURM_JOB_ID": "17",
+        "SLURM_STEP_ID": "0",
         "SLURM_STEP_TASKS_PER_NODE": "2",
         "SLURM_STEP_NODELIST": "n1",
     },

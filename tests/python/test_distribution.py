@@ -120,6 +120,8 @@ def test_a_file_and_the_notation_of_a_notebook(
     file = tmp_path / "distribution.json"
     file.write_text(json.dumps(MPI))
     assert plan(capsys, str(file)) == plan(capsys, MPI) == plan(capsys, repr(MPI))
+    file.write_text(f"\ufeff{json.dumps(MPI)}", encoding="utf-8")  # by an editor of Windows
+    assert plan(capsys, str(file)) == plan(capsys, MPI)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +170,8 @@ def test_a_file_and_the_notation_of_a_notebook(
         ("{", "--distribution is neither JSON nor a Python dict: '{'"),
         ("/dev/null", "--distribution /dev/null is neither JSON nor a Python dict: ''"),
         ("missing.json", "missing.json: No such file or directory"),
+        ("[" * 100_000, "--distribution is neither JSON nor a Python dict: '["),
+        (sys.executable, "is neither JSON nor a Python dict: it is no text"),
     ],
 )
 def test_wrong_distributions(

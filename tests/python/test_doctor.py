@@ -152,6 +152,44 @@ def test_limits_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert doctor._quota() is None
 
 
+def test_limits_of_control_groups_of_version_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container, only the host knows the group that is named."""
+    (tmp_path / "own").write_text(
+        "4:cpu,cpuacct:/docker/abc\n3:memory:/docker/abc\n2:name=systemd:/docker\n0::/\n"
+    )
+    files = {
+        "memory/memory.limit_in_bytes": "1000", "memory/memory.usage_in_bytes": "990",
+        "memory/memory.stat": "active_file 1\ntotal_active_file 500\ntotal_inactive_file 300\n",
+        "cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000",
+        "memory/docker/memory.limit_in_bytes": "9223372036854771712",
+        "memory/docker/memory.usage_in_bytes": "1", "memory/docker/memory.stat": "",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(doctor, "_OWN_GROUP", tmp_path / "own")
+    monkeypatch.setattr(doctor, "_GROUPS", tmp_path)
+    assert doctor._available_memory() == 1000 - 990 + 800
+    assert doctor._quota() == 1.5
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("-1")
+    assert doctor._quota() is None
+
+
+def test_a_host_whose_name_is_in_no_encoding() -> None:
+    """The report of the test processes is read, whatever bytes it has."""
+    program = (
+        'import sys; sys.stdout.buffer.write(b\'[{"where": "h\\xff", "check": "c", \' '
+        'b\'"state": "ok", "text": "t", "remedy": ""}]\')'
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        findings, _ = doctor._end_of(process)
+    assert [finding.text for finding in findings] == ["t"]
+
+
 def test_a_card_without_libfabric(tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     folder.mkdir()

@@ -72,6 +72,23 @@ def test_demo_learns_the_same_as_gloo(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "variables", "text"),
+    [
+        ([], {"SMDDP_INSTEAD_OF": "gloo"}, "unset SMDDP_INSTEAD_OF=gloo"),
+        (["--epochs=0"], {}, "--epochs must be at least 1"),
+        (["--output=/dev/null"], {}, "--output: "),
+    ],
+)
+def test_demo_refuses_what_it_cannot_do(
+    arguments: list[str], variables: dict[str, str], text: str, tmp_path: Path
+) -> None:
+    done = programs.run(str(EXAMPLES / "demo.py"), f"--output={tmp_path}", *arguments, **variables)
+    assert done.returncode == 2
+    assert text in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
 def test_demo_ends_with_one_sentence_when_a_run_takes_too_long(tmp_path: Path) -> None:
     done = run(str(EXAMPLES / "demo.py"), "--limit=0.1", f"--output={tmp_path}")
     assert done.returncode == 1

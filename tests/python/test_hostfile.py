@@ -15,7 +15,8 @@ from ranks import reserved_port
 import smddp_launch
 
 HOSTS = (
-    "node0 slots=2\n# a comment\n\nnode1.cluster:4  # MPICH\nnode2 slots = 3 max_slots=8\nfe80::1\n"
+    "\ufeffnode0 slots=2\n# a comment\n\nnode1.cluster:4  # MPICH\nnode2 slots = 3 max_slots=8\n"
+    "fe80::1\n[fe80::2]:5\r\n[fe80::3] slots=6\n"
 )
 
 
@@ -28,7 +29,7 @@ def _nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "hosts"
-    path.write_text(HOSTS)
+    path.write_text(HOSTS, encoding="utf-8")
     return path
 
 
@@ -53,6 +54,14 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_lines(file: Path) -> None:
     hosts = [("node0", 2), ("node1.cluster", 4), ("node2", 3), ("fe80::1", None)]
+    hosts += [("fe80::2", 5), ("fe80::3", 6)]
+    assert smddp_launch.hosts_of_file(str(file)) == hosts
+
+
+def test_a_line_for_each_rank(file: Path) -> None:
+    """So PBS and LSF write it. Nodes with slots that this machine plays stay apart."""
+    file.write_text("a\na\nb\nc slots=2\nc slots=2\na\nb\nd\n")
+    hosts = [("a", 3), ("b", 2), ("c", 2), ("c", 2), ("d", None)]
     assert smddp_launch.hosts_of_file(str(file)) == hosts
 
 
@@ -67,10 +76,17 @@ def test_lines(file: Path) -> None:
         ("slots=2", "hosts:1: expects a line"),
         ("a slots=0", "hosts:1: a has no slots: take the line out"),
         ("# nothing\n", "hosts names no host"),
+        ("a\nb:four", "hosts:2: expects a line such as node1 slots=4, not b:four"),
+        ("a:-1", "hosts:1: expects a line"),
+        (":4", "hosts:1: expects a line"),
+        ("[]:4", "hosts:1: expects a line"),
+        ("a:4 slots=3", "hosts:1: expects a line"),
+        ("a slots=4 slots=3", "hosts:1: expects a line"),
+        ("\xff", "hosts is no text: expects lines"),
     ],
 )
 def test_wrong_lines(text: str, error: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
     assert error in refused(capsys, "--hostfile", str(file))
 
 
@@ -103,7 +119,7 @@ def test_no_line_or_several(
 ) -> None:
     be(monkeypatch, "node1.elsewhere")
     said = refused(capsys, "--hostfile", str(file))
-    assert "does not name this host, node1.elsewhere: say which of its 4 hosts" in said
+    assert "does not name this host, node1.elsewhere: say which of its 6 hosts" in said
     be(monkeypatch, "other", "node0", "node2")
     said = refused(capsys, "--hostfile", str(file))
     assert "names this host, other, several times" in said
@@ -122,7 +138,7 @@ def test_what_torchrun_gets(
     command = shlex.split(planned(capsys, "--hostfile", str(file), "--max-restarts", "2"))
     assert command == [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", "4", "--node-rank", "2", "--master-addr", "node0", "--master-port", "29500"),
+        *("--nnodes", "6", "--node-rank", "2", "--master-addr", "node0", "--master-port", "29500"),
         *("--tee", "3", "--nproc-per-node", "3", "--max-restarts", "2", "--no-python"),
         *(sys.executable, "train.py"),
     ]
@@ -140,8 +156,8 @@ def test_what_torchrun_gets(
     ("options", "error"),
     [
         (
-            ["--node-rank", "4"],
-            "--node-rank 4: ",
+            ["--node-rank", "6"],
+            "--node-rank 6: ",
         ),
         (["--node-rank", "3"], "does not say how many ranks fe80::1 has: write slots=N"),
         (["--node-rank", "0", "-n", "4"], "gives node0 2 slots, but -n asks for 4 ranks"),

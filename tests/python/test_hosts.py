@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import hosts
+import programs
 import psutil
 import pytest
 import ranks
@@ -52,6 +53,21 @@ def test_hosts_meet_on_their_network(network: hosts.Network) -> None:
         if rank != 0:
             assert listening
             assert set(listening) == {network.address(rank // 2)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--rate=quick"], "hosts.py: the hosts cannot be made: "),
+        (["--hosts=255"], "--hosts 255: expects from 1 to 254"),
+        (["--ranks=0"], "--ranks 0: expects at least 1"),
+    ],
+)
+def test_wrong_arguments_of_the_command(arguments: list[str], text: str) -> None:
+    done = programs.run(str(ranks.ROOT / "tools/hosts.py"), *arguments, "--", "-c", "pass")
+    assert done.returncode == 2
+    assert text in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
 def _be_cut_off(network: hosts.Network, how: str) -> tuple[Failure, float]:

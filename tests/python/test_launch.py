@@ -5,6 +5,7 @@ test_hostfile.py has its host files, test_distribution.py the distributions of S
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from pathlib import Path
 import interpreters
 import programs
 import pytest
+import torch.distributed as dist
 
 import smddp_launch
 
@@ -43,7 +45,12 @@ def completed(monkeypatch: pytest.MonkeyPatch, **variables: str) -> tuple[bool, 
     return found, [os.environ.get(name) for name in NAMES[:5]]
 
 
-SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+         "SLURM_STEP_ID": "0"}  # fmt: skip
+# What the script of sbatch has, which srun has not started.
+BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+         "SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_JOB_NODELIST": "n[1-2]",
+         "SLURM_NTASKS_PER_NODE": "4"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -59,11 +66,21 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1", "SLURM
           "SLURM_JOB_NODELIST": "gpu-a,gpu-b"}, ["5", "11", "1", "3", "gpu-a"]),
         ({**SLURM, "SLURM_NTASKS_PER_NODE": "4", "SLURM_NODELIST": "rack[7,9]-node"},
          ["5", "11", "1", "4", "rack7-node"]),
+        ({**SLURM, "SLURM_NTASKS_PER_NODE": "4", "SLURM_NODELIST": "rack[7-8]-node[02,5],other"},
+         ["5", "11", "1", "4", "rack7-node02"]),
         # The shell of salloc, a step of one task in a job of more.
         ({**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
           "SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_JOB_NODELIST": "n[03-05]",
           "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"},
          ["0", "1", "0", "1", "127.0.0.1"]),
+        # The script of sbatch: srun has not started it.
+        (BATCH, [None, None, None, None, "127.0.0.1"]),
+        ({**BATCH, "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"},
+         ["0", "1", "0", "1", "127.0.0.1"]),
+        # A rank of mpirun in it.
+        ({**BATCH, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8",
+          "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+         ["3", "8", "3", "4", "n1"]),
         # The list of a training platform.
         ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "SM_HOSTS": '["a-1","a-2"]',
           "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
@@ -77,6 +94,30 @@ def test_variables_of_launchers(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: list[str | None]
 ) -> None:
     assert completed(monkeypatch, **variables) == (True, expected)
+
+
+def test_the_script_of_sbatch_is_no_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would wait for the other tasks of the job, which nobody starts."""
+    for name, value in BATCH.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="job of Slurm with 8 tasks, and none of these: let srun"):
+        smddp_launch.prepare_rendezvous()
+    assert "has no rank" in refused(capsys, "true")
+    assert smddp_launch.is_shell_of_slurm()
+    smddp_launch.prepare_rendezvous(rank=0, size=1)  # the script says so itself
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert not smddp_launch.is_shell_of_slurm()
+    smddp_launch.prepare_rendezvous()
+    assert os.environ["WORLD_SIZE"] == "8"
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_variable_that_is_no_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "two")
+    with pytest.raises(ValueError, match=f"{name}=two: expects a number"):
+        smddp_launch.prepare_rendezvous()
 
 
 HOSTS = {
@@ -206,6 +247,49 @@ def test_wrong_arguments_of_the_launcher(
     assert text in refused(capsys, *arguments, "train.py")
 
 
+def test_options_that_have_no_effect_under_mpirun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name, value in (HOSTS | {"MASTER_ADDR": "there"}).items():
+        monkeypatch.setenv(name, value)
+    assert "--max-restarts needs -n" in refused(capsys, "--max-restarts", "1", "true")
+    # Each of the ranks would start others. One of them says so.
+    smddp_launch.main(["-n", "2", "--dry-run", "true"])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    smddp_launch.main(["-n", "2", "--dry-run", "true"])
+    assert "started 4 processes, and each of them starts a job" in capsys.readouterr().err
+    # One process on each host starts the ranks of that host.
+    file = tmp_path / "hosts"
+    file.write_text("localhost slots=2")
+    smddp_launch.main(["--hostfile", str(file), "--dry-run", "true"])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/tmp/x"),
+         "smddprun: /tmp/x: No space left on device"),
+        (OSError(errno.ENOSPC, "No space left on device"), "smddprun: No space left on device"),
+        (dist.DistNetworkError("the port is in use"), "smddprun: the port is in use"),
+        (KeyboardInterrupt(), 130),
+    ],
+)  # fmt: skip
+def test_torchrun_that_cannot_go_on(
+    error: BaseException, code: str | int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def torchrun(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("torch.distributed.run.main", torchrun)
+    monkeypatch.setenv("SMDDPRUN", "")  # so that what smddprun sets does not stay
+    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "")
+    with pytest.raises(SystemExit) as raised:
+        smddp_launch.main(["-n", "2", "true"])
+    assert raised.value.code == code
+
+
 def test_a_script_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no file absent.py" in refused(capsys, "-n", "2", "absent.py")
     (tmp_path / "program").touch()  # without the right to run it
@@ -284,6 +368,57 @@ def test_the_launcher_reports_the_rank_that_failed(tmp_path: Path) -> None:
     assert not re.search(r"^Traceback", ended.stderr, re.M), ended.stderr
 
 
+_WITH_CHILDREN = """
+import os, subprocess, sys
+import smddp
+if sys.argv[1:]:
+    raise RuntimeError("an error of the child")
+child = [sys.executable, __file__, "child"]
+assert subprocess.run(child, stderr=subprocess.DEVNULL).returncode == 1
+if os.fork() == 0:
+    raise RuntimeError("an error of the fork")
+os.wait()
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.costly
+def test_errors_of_what_a_rank_starts_are_not_its_own(tmp_path: Path) -> None:
+    """Programs that it starts have its variables, also that with the file for its error."""
+    script, file = tmp_path / "train.py", tmp_path / "error.json"
+    script.write_text(_WITH_CHILDREN)
+    variables = interpreters.environment(SMDDPRUN="1", RANK="0", TORCHELASTIC_ERROR_FILE=str(file))
+    (ended,) = interpreters.run_together([str(script)], [variables])
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert "an error of the fork" in ended.stderr
+    assert not file.exists(), file.read_text()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.costly
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a disk")
+def test_a_rank_that_fails_while_the_disk_is_full(tmp_path: Path) -> None:
+    """Its error cannot be written, neither for people nor for torchrun."""
+    script, disk = tmp_path / "train.py", tmp_path / "disk"
+    script.write_text("import smddp\nfor _ in range(2000):\n    print(100 * 'x')\n")
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "disk", disk], check=True)
+    try:
+        # New interpreters: smddp looks at the launcher's variables when torch is imported.
+        (ended,) = interpreters.run_together(
+            ["-m", "smddp.launch", "-n", "1", str(script)],
+            [programs.environment(TMPDIR=str(disk))],
+        )
+        assert not list(disk.glob("smddprun_*"))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert ended.returncode == 1
+    assert "rank      : 0" in ended.stderr
+    assert f"smddprun: the disk of {disk} is full" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
+
+
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_signal_reaches_all_ranks(tmp_path: Path) -> None:
@@ -353,6 +488,7 @@ OPENMPI = {
 }  # fmt: skip
 SRUN = {
     "SLURM_PROCID": "{rank}", "SLURM_NTASKS": "2", "SLURM_LOCALID": "{rank}", "SLURM_NODEID": "0",
+    "SLURM_STEP_ID": "0",
     "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "elsewhere", "SLURM_JOB_ID": "{job}",
 }  # fmt: skip
 # One task on each of two nodes. The name of the first is one that this machine knows.

@@ -188,6 +188,21 @@ def _calls() -> dict[str, Any]:
     return found
 
 
+def _beside_another_backend() -> int:
+    for name in ("LOCAL_RANK", "SMDATAPARALLEL_LOCAL_RANK"):
+        os.environ.pop(name, None)
+    dist.init_process_group("gloo")
+    local = dataparallel.get_local_rank()
+    dist.destroy_process_group()
+    return local
+
+
+@pytest.mark.multiprocess
+def test_local_ranks_beside_another_backend() -> None:
+    """A script may have been started by hand, and have made the group by torch."""
+    assert ranks.check_ranks(_beside_another_backend, "2") == [0, 1]
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("layout", ["2", "2x2"])
 def test_calls(layout: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pathlib
 import re
+import signal
+from typing import Any
 
 import pytest
 
@@ -122,6 +124,28 @@ def test_errors_are_one_sentence(
     said = capsys.readouterr().err
     assert said.startswith("smddp.plan: ")
     assert text in said
+
+
+@pytest.mark.parametrize("command", ["print", "check", "draw"])
+def test_ctrl_c_ends_long_work(
+    command: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled code does not run Python's handler: the check of a large layout takes minutes."""
+    module, found = plan._load.load(), []
+
+    class Module:
+        def __getattr__(self, name: str) -> Any:
+            def call(**arguments: Any) -> Any:
+                found.append(signal.getsignal(signal.SIGINT))
+                return getattr(module, name)(**arguments)
+
+            return call
+
+    monkeypatch.setattr(plan._load, "load", Module)
+    given = ["allreduce", "8", *(["--output", str(tmp_path / "x")] if command == "draw" else [])]
+    assert plan.main([command, *given]) == 0
+    assert set(found) == {signal.SIG_DFL}
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_the_largest_size(capsys: pytest.CaptureFixture[str]) -> None:

@@ -247,6 +247,7 @@ def test_layouts_that_an_algorithm_cannot_take_say_so(tmp_path: Path) -> None:
         ("draw broadcast 8 --root 2", "--root 2 is not one of the ranks 0 to 1"),
         ("draw allreduce 8 --nodes 2x2 --algorithm two_phase", "two_phase"),
         ("draw allreduce 8 --output /nowhere/plan.html", "/nowhere/plan.html"),
+        ("draw allreduce 8 --output plan.png", "--output plan.png: draws .html and .svg only"),
     ],
 )
 def test_errors_are_one_sentence(

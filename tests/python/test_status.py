@@ -161,6 +161,35 @@ def test_boards(board: Any, expected: list[Any], tmp_path: Path) -> None:
         assert list(status._contents(7, status._Board(file.fileno()))) == expected
 
 
+def _process(folder: Path, pid: int, number: int, board: bytes) -> None:
+    """Makes up what /proc has of a process with a board."""
+    descriptors = folder / str(pid) / "fd"
+    descriptors.mkdir(parents=True)
+    # The kernel cuts long names of programs, also in the middle of a character.
+    (folder / str(pid) / "stat").write_bytes(b"%d (trainer-gr\xc3) T 1 1" % pid)
+    numbers = f"{pid}" if pid == number else f"{pid}\t{number}"
+    (folder / str(pid) / "status").write_text(
+        f"Name:\tNSpid:\nPid:\t{pid}\nNSpid:\t{numbers}\nx:\ty\n"
+    )
+    file = Path(status._NAME)
+    file.write_bytes(board)
+    (descriptors / "5").symlink_to(file)
+
+
+@pytest.mark.parametrize(("own", "found"), [(7, [(4711, "stopped")]), (8, [])])
+def test_processes_in_containers(
+    own: int, found: list[tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There a process has another number, which its board has. A child has that of its parent."""
+    monkeypatch.setattr(status, "_PROC", tmp_path)
+    monkeypatch.setattr(status, "_NAME", f"{tmp_path}{status._NAME}")
+    _process(tmp_path, 4711, own, _board(2, b"group\ta\t0\t1\n"))
+    assert [(member.pid, member.state) for member in status.look()] == found
+    assert status._has_board(4711) == bool(found)
+    if found:
+        assert 'group "a" of 1 rank\n' in status.text_of(status.look())
+
+
 @pytest.mark.parametrize("text", ["group\ta\tx\t2\n", "group\ta\t0\t2\nwait\t1\t\ta\tb\tc\n"])
 def test_texts_of_damaged_boards_are_left_out(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "_boards", lambda _: [None])

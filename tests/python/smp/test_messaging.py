@@ -132,6 +132,7 @@ def launched(launcher: str, port: int) -> tuple[int, int, int, int]:
         os.environ[theirs] = os.environ.pop(name)
     # Each test is a job of its own with a port of its own.
     os.environ["SLURM_JOB_ID"] = str(port)
+    os.environ["SLURM_STEP_ID"] = "0"
     smp.init({"partitions": 2})
     for kind in ("world", "mp", "dp", "tp", "pp", "rdp"):
         with pytest.raises(SMPUsageError, match=f"get_{kind}_process_group.* needs ddp: True"):
