@@ -228,6 +228,7 @@ class Executor:
         self.server.under_way_limit = schedule.under_way_limit
         if self.modules.outlook is not None:
             self.modules.outlook.begin_step(schedule)
+        self.modules.default_device = torch.get_default_device()
         self._steps += 1
         self.timeline.begin()
         # This ends the abort of a failed step. It is done here and not at the end of that step,

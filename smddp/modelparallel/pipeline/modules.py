@@ -12,7 +12,7 @@ import contextlib
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -164,6 +164,7 @@ class Modules:
         offloader: keeps the arguments of calls with activation checkpointing; None for autograd.
         outlook: which of them are needed soon; None with one partition.
         calls_recomputed: has code asked for activation checkpointing of a single call?
+        default_device: where tasks make tensors if they do not say where; that of the script.
         settled: has the last step found nothing that makes calls of this rank wait, or not wait,
             from now on?
     """
@@ -192,6 +193,7 @@ class Modules:
         self.offloader: Offloader | None = None
         self.outlook: Outlook | None = None
         self.calls_recomputed = False
+        self.default_device = torch.device("cpu")
         # By number of the module, and the first and last layer: see `Region`.
         self._regions: dict[tuple[int, int, int], Region] = {}
         self.by_number = list(root.modules())
@@ -550,10 +552,16 @@ class Modules:
         copied: torch.Tensor = _Detached.apply(buffer, full)
         return copied
 
-    def around_task(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context for the code of a task."""
-        around = self.surroundings
-        return contextlib.nullcontext() if around is None else around.around_task()
+    @contextlib.contextmanager
+    def around_task(self) -> Iterator[None]:
+        """In this context the code of a task runs."""
+        with contextlib.ExitStack() as stack:
+            # `torch.set_default_device` holds for one thread, and slows torch down on it.
+            if self.default_device.type != "cpu":
+                stack.enter_context(self.default_device)
+            if self.surroundings is not None:
+                stack.enter_context(self.surroundings.around_task())
+            yield
 
     def _original(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
         module = self.by_number[number]

@@ -752,3 +752,46 @@ def test_jobs_one_after_another_leave_no_threads() -> None:
     for threads, (executors,) in check_ranks(jobs_one_after_another, "2"):
         assert len(set(threads)) == 1, threads
         assert executors <= 1
+
+
+class Places(nn.Module):
+    """Notes where a tensor is made that does not say where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.places: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.places.append(torch.ones(1).device.type)
+        return self.linear(x)
+
+
+@smp.step
+def placing(model: Any, x: torch.Tensor) -> str:
+    model.backward(model(x).sum())
+    return torch.ones(1).device.type
+
+
+def placed(pp: int) -> tuple[Any, Any]:
+    smp.init({**MANUAL, "partitions": pp, "microbatches": 1})
+    with smp.partition(pp - 1):
+        last = Places()
+    model = smp.DistributedModel(nn.Sequential(Places(), last))
+    x = torch.ones(2, 4)
+    bodies = placing(model, x)
+    torch.set_default_device("meta")
+    try:
+        bodies += placing(model, x)
+    finally:
+        torch.set_default_device(None)
+    bodies += placing(model, x)
+    assert all(p.grad.device.type == "cpu" for p in model.local_parameters())
+    return bodies, last.places
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_tasks_have_the_default_device_of_the_script(pp: int) -> None:
+    found = check_ranks(placed, str(pp), pp)
+    assert [bodies for bodies, _ in found] == [["cpu", "meta", "cpu"]] * pp
+    assert found[-1][1] == ["cpu", "meta", "cpu"]
