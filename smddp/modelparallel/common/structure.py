@@ -35,6 +35,7 @@ __all__ = [
     "flatten",
     "map_tensors",
     "rebuild",
+    "replace_tensors",
     "tensors_in",
     "unpicklable",
 ]
@@ -243,3 +244,47 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     objects: list[Any] = []
     structure = flatten(value, tensors, objects)
     return rebuild(structure, [function(tensor) for tensor in tensors], objects)
+
+
+def replace_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Puts what a function returns for each tensor in a nested value into the tensor's place.
+
+    What code may change, such as lists and dicts, stays the same object. Tuples are made anew if
+    they change.
+
+    Args:
+        function: returns its argument to leave it where it is.
+        value: any nested value.
+
+    Returns:
+        The value; another one if it is a tensor or a tuple that changes.
+    """
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, tuple):
+        named = hasattr(value, "_fields") or kind.__module__ == "torch.return_types"
+        if kind is not tuple and not named:
+            return value
+        items = [replace_tensors(function, item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return kind._make(items) if hasattr(kind, "_make") else kind(items)
+    if kind is set:
+        items = [replace_tensors(function, item) for item in value]
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            value.clear()
+            value.update(items)
+    elif kind is list or isinstance(value, dict | collections.UserDict):
+        places = enumerate(value) if kind is list else value.items()
+        for place, item in list(places):
+            new = replace_tensors(function, item)
+            if new is not item:
+                value[place] = new
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            item = getattr(value, field.name)
+            new = replace_tensors(function, item)
+            if new is not item:
+                object.__setattr__(value, field.name, new)
+    return value

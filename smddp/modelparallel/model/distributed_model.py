@@ -166,7 +166,8 @@ class DistributedModel(ModelQueries):
             self.runtime.data_parallel.begin_outside()
         half = self.runtime.half
         if half is not None:
-            args, kwargs = to_half(args, half), to_half(kwargs, half)
+            args = tuple([to_half(value, half) for value in args])
+            kwargs = {name: to_half(value, half) for name, value in kwargs.items()}
         if self.runtime.example is None and torch.is_grad_enabled():
             self.runtime.example = Example.of(args, kwargs)
         if not self.partitioned:

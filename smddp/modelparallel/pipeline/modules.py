@@ -20,7 +20,7 @@ from torch import nn
 
 from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.activations.region import Keeper, Region, layer_arguments
-from smddp.modelparallel.common.structure import Structure, flatten, map_tensors
+from smddp.modelparallel.common.structure import Structure, flatten, replace_tensors
 from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.collector import KnownCall, predictable
 from smddp.modelparallel.pipeline.frame import Frame
@@ -584,9 +584,9 @@ class Modules:
         return region.call(surrounded, args, kwargs, preserve, self._keeper())
 
     def _surrounded(
-        self, number: int, function: Callable[..., Any], *args: Any, **kwargs: Any
+        self, number: int, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Calls a function of a module."""
+        """Calls a function of a module, whose arguments may have any names."""
         if self.surroundings is None:
             return function(*args, **kwargs)
         with self.surroundings.around_module(number):
@@ -693,7 +693,7 @@ _installed: list[weakref.ref[Modules]] = []
 
 
 @functools.wraps(_original_call)
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     for reference in reversed(_installed):
         modules = reference()
         if modules is None:
@@ -766,11 +766,27 @@ def _flatten_arguments(args: Any, kwargs: Any, tensors: list[Any], objects: list
 
 
 def _forced(value: Any) -> Any:
-    """Returns arguments (a tuple or dict) with the values of all lazy tensors in their place."""
+    """Returns arguments (a tuple or dict) with the values of all lazy tensors in their place.
+
+    Lists and the like among them stay the same objects: a module may change one for its caller.
+    """
     items: Callable[[], Any] = value.values if isinstance(value, dict) else value.__iter__
     if any(not isinstance(item, torch.nn.Parameter) and _may_hide_lazy(item) for item in items()):
-        return map_tensors(force_argument, value)
+        if isinstance(value, dict):
+            return {name: _forced_argument(item) for name, item in value.items()}
+        return tuple([_forced_argument(item) for item in value])
     return value
+
+
+def _forced_argument(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        return force_argument(item)
+    return replace_tensors(_forced_lazy, item)
+
+
+def _forced_lazy(tensor: torch.Tensor) -> torch.Tensor:
+    # A parameter of another rank stays what it is: the list may be one that its owner keeps.
+    return force(tensor) if type(tensor) is Lazy else tensor
 
 
 def _may_hide_lazy(item: Any) -> bool:
