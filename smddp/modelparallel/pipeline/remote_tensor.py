@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -540,14 +541,17 @@ def patch_torch() -> None:
 
     `AveragedModel` averages on each rank what lives there. If its copy is from before the first
     step, the copy has everything; what lives elsewhere becomes empty in it, too, because there is
-    nothing to average it with. `backward(inputs=…)` raises for remote tensors.
+    nothing to average it with. `backward(inputs=…)` and `torch.func.functional_call` raise for
+    remote tensors.
     """
     AveragedModel.update_parameters = _update_parameters  # type: ignore[method-assign]
     torch.autograd.backward = _backward
+    stateless._functional_call = _functional_call  # scripts have imported what calls it
 
 
 _original_update = AveragedModel.update_parameters
 _original_backward = torch.autograd.backward
+_original_functional_call = stateless._functional_call
 
 
 @functools.wraps(_original_update)
@@ -573,6 +577,21 @@ def _backward(*args: Any, **kwargs: Any) -> None:
                 "requires_grad_(False) on all ranks before the step"
             )
     _original_backward(*args, **kwargs)
+
+
+@functools.wraps(_original_functional_call)
+def _functional_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    for part in module.modules():
+        for tensor in (*part._parameters.values(), *dict.values(part._buffers)):
+            if isinstance(tensor, RemoteTensor):
+                home = tensor.home
+                raise SMPUsageError(
+                    f"functional_call of a {type(module).__name__}: its {home.kind} {home.name!r} "
+                    f"lives on rank {home.owner} of the pipeline, where other values would not "
+                    "take effect. Before the first step, assign the module to the partition from "
+                    "which it is called, 0 for the body: smp.set_partition(module, 0)"
+                )
+    return _original_functional_call(module, *args, **kwargs)
 
 
 def _lazily(value: Any) -> Any:
