@@ -363,19 +363,25 @@ class _State:
         """Returns the model's parameter for one of the optimizer."""
         return parameter if self.stand_ins is None else self.stand_ins.original(parameter)
 
-    def check(self, model: Any) -> None:
-        """Raises SMPUsageError if a parameter that requires gradients is not the model's."""
+    def check(self, model: Any, placement: Placement | None = None) -> None:
+        """Raises SMPUsageError if a parameter that requires gradients is not the model's.
+
+        Args:
+            model: the smp.DistributedModel.
+            placement: of the model; None if that has one already.
+        """
         originals, checked = self._originals(), self._checked
         if checked is not None and checked[0]() is model and len(checked[1]) == len(originals):
             return
-        known = {id(parameter) for parameter in model.get_module().parameters()}
+        known = (placement or model.runtime.placement).known()
         for parameter in originals:
             if parameter.requires_grad and id(parameter) not in known:
                 raise SMPUsageError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is "
-                    "no parameter of the smp.DistributedModel: smp would neither reduce its "
-                    "gradient nor save its state. Give such parameters to an optimizer of "
-                    "their own, without smp.DistributedOptimizer"
+                    "no parameter of the smp.DistributedModel, or was put into it later: smp would "
+                    "neither reduce its gradient nor save its state. Change the model before "
+                    "smp.DistributedModel. Give parameters of others to an optimizer of their own, "
+                    "without smp.DistributedOptimizer"
                     + (_REPLACED if state.topology.tp_size > 1 else "")
                 )
         self._checked = weakref.ref(model), originals

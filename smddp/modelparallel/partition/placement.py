@@ -407,6 +407,16 @@ class Placement:
         """Returns the parameters that live here."""
         return [parameter for parameter in self._root.parameters() if self.owns(parameter)]
 
+    def known(self) -> set[int]:
+        """Returns the ids of the model's parameters; not of those put there since it is divided.
+
+        Modules that were put there after the model was wrapped do not count.
+        """
+        if self.divided:
+            return self._local | self._homes.keys()
+        own = (part._parameters.values() for part in self._modules.by_number)
+        return {id(parameter) for parameters in own for parameter in parameters}
+
     def owns(self, parameter: nn.Parameter) -> bool:
         """Says whether a parameter lives here."""
         return id(parameter) in self._local

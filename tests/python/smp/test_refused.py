@@ -207,3 +207,41 @@ def test_train_and_eval_in_a_step_are_refused_for_other_ranks() -> None:
                 assert text in found[place], (place, found[place])
             else:
                 torch.testing.assert_close(found[place], expected)
+
+
+def changed(parts: int, what: str) -> str:
+    """Changes a model that is wrapped already; returns the error."""
+    smp.init({"partitions": parts, "microbatches": 2})
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> None:
+        model.backward(model(x).sum())
+
+    net = model.get_module()
+    if "late" in what:
+        train(model, torch.ones(2, 2))
+    if "module" in what:
+        net[1] = nn.Linear(2, 2)
+    else:
+        net[1].weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    wraps = "optimizer" in what
+    with pytest.raises(SMPUsageError if wraps else SMPMicrobatchError) as caught:
+        smp.DistributedOptimizer(optimizer) if wraps else train(model, torch.ones(2, 2))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parts", "what", "text"),
+    [
+        (1, "module, optimizer", "is no parameter of the smp.DistributedModel, or was put into it"),
+        (1, "parameter, optimizer", "or was put into it later"),
+        (2, "module, optimizer", "or was put into it later"),
+        (2, "parameter, late, optimizer", "or was put into it later"),
+        (2, "module", "module '1' was put into the model after smp.DistributedModel"),
+    ],
+)
+def test_models_that_change_after_they_are_wrapped(parts: int, what: str, text: str) -> None:
+    for found in check_ranks(changed, str(parts), parts, what):
+        assert text in found
