@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -181,13 +182,19 @@ class DistributedModel(ModelQueries):
     @contextlib.contextmanager
     def _compared(self, args: Any, kwargs: Any) -> Iterator[None]:
         """Outside a step, compares the batches of the ranks of the tp group; see `same_batch`."""
-        if state.topology.tp_size == 1:
-            yield
-            return
-        forward = self.get_module().forward
-        seed = seed_of_batch(draw_seed(), lambda: divided_arguments(forward, args, kwargs, ()))
-        with seeded(seed) if state.cfg.prescaled_batch else contextlib.nullcontext():
-            yield
+        modules = self.runtime.executor.modules
+        with contextlib.ExitStack() as stack:
+            if state.topology.tp_size > 1:
+                forward = self.get_module().forward
+                batch = functools.partial(divided_arguments, forward, args, kwargs, ())
+                seed = seed_of_batch(draw_seed(), batch)
+                if state.cfg.prescaled_batch:
+                    stack.enter_context(seeded(seed))
+            modules.calling = True
+            try:
+                yield
+            finally:
+                modules.calling = False
 
     def backward(
         self,

@@ -39,7 +39,7 @@ from smddp.modelparallel.pipeline.waits import Waits
 from smddp_smp.errors import SMPUsageError
 from smddp_smp.order import SliceObserver
 
-__all__ = ["Findings", "Modules", "Surroundings", "difference", "forget_owner"]
+__all__ = ["Findings", "Modules", "Surroundings", "difference", "forget_owner", "note_replaced"]
 
 # For the random numbers of a call; None if it draws none. Of several layers: one for each.
 Seed = int | tuple[int | None, ...] | None
@@ -164,6 +164,7 @@ class Modules:
         offloader: keeps the arguments of calls with activation checkpointing; None for autograd.
         outlook: which of them are needed soon; None with one partition.
         calls_recomputed: has code asked for activation checkpointing of a single call?
+        calling: does the script call the model outside steps now?
         default_device: where tasks make tensors if they do not say where; that of the script.
         settled: has the last step found nothing that makes calls of this rank wait, or not wait,
             from now on?
@@ -193,6 +194,7 @@ class Modules:
         self.offloader: Offloader | None = None
         self.outlook: Outlook | None = None
         self.calls_recomputed = False
+        self.calling = False
         self.default_device = torch.device("cpu")
         # By number of the module, and the first and last layer: see `Region`.
         self._regions: dict[tuple[int, int, int], Region] = {}
@@ -688,6 +690,20 @@ class _Detached(torch.autograd.Function):
         )
 
 
+# Modules in whose place another one is now, with those inside them, and the names of the former.
+_replaced: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+def note_replaced(module: nn.Module, name: str) -> None:
+    """Notes that another module has taken the place of a module, and is called in a step.
+
+    Args:
+        module: the original.
+        name: in the model.
+    """
+    _replaced.update(dict.fromkeys(module.modules(), name))
+
+
 # The models of the process, usually one. The newest one is asked first.
 _installed: list[weakref.ref[Modules]] = []
 
@@ -702,6 +718,14 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         number = modules._numbers.get(id(module))
         if number is not None:
             return modules.enter(number, "", args, kwargs)
+        if module in _replaced and (modules.calling or modules._frame() is not None):
+            raise SMPUsageError(
+                f"module {_replaced[module]!r} was divided over tensor-parallel ranks by "
+                "smp.DistributedModel, which has put another module in its place, and code of the "
+                "step still calls the original, which is not trained. Keep modules in a "
+                "torch.nn.ModuleList, not in a list or a closure; or call "
+                "smp.set_tensor_parallelism(module, False) before"
+            )
     return _original_call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
