@@ -96,11 +96,16 @@ def flatten(
         # Tensors are hashed by identity, so the order may differ from set to set.
         return ("s", tuple([flatten(item, tensors, objects, whole) for item in value]))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = tuple(field.name for field in dataclasses.fields(value))
+        names = tuple(_fields(value))
         children = tuple([flatten(getattr(value, name), tensors, objects, whole) for name in names])
         return ("a", (kind, _Like(value)), names, children)
     objects.append(value)
     return ("o", len(objects) - 1)
+
+
+def _fields(value: Any) -> list[str]:
+    """Returns the names of the fields that a dataclass has; others may not be set yet."""
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
 
 class _Like:
@@ -113,8 +118,8 @@ class _Like:
         self._emptied = copy.copy(example)
         # Some outputs of model libraries are dicts and dataclasses, with items as attributes, too.
         if dataclasses.is_dataclass(self._emptied):
-            for field in dataclasses.fields(self._emptied):
-                object.__setattr__(self._emptied, field.name, None)
+            for name in _fields(self._emptied):
+                object.__setattr__(self._emptied, name, None)
         if isinstance(self._emptied, collections.UserDict):
             self._emptied.data = {}
         elif isinstance(self._emptied, dict):
@@ -282,9 +287,9 @@ def replace_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
             if new is not item:
                 value[place] = new
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            item = getattr(value, field.name)
+        for name in _fields(value):
+            item = getattr(value, name)
             new = replace_tensors(function, item)
             if new is not item:
-                object.__setattr__(value, field.name, new)
+                object.__setattr__(value, name, new)
     return value

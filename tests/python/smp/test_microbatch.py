@@ -50,6 +50,12 @@ class Named:
     b: Any = None
 
 
+@dataclasses.dataclass
+class Later:
+    a: Any
+    b: Any = dataclasses.field(init=False)  # not set
+
+
 class Sliced:
     def __init__(self, values: list[int]) -> None:
         self.values = values
@@ -68,6 +74,7 @@ class Sliced:
         Pair(torch.zeros(1), 2),
         torch.randn(2, 2).max(dim=0),
         Named(torch.zeros(1)),
+        Later(torch.zeros(1)),
         Output(loss=torch.zeros(()), logits=torch.ones(2)),
         collections.defaultdict(list, {"a": torch.zeros(1)}),
         Encoding({"input_ids": torch.zeros(2), "mask": None}, "here"),
