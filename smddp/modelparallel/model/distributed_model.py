@@ -275,7 +275,9 @@ class DistributedModel(ModelQueries):
 
         Raises:
             SMPPeerError: a rank has not called it within the timeout of the process group.
+            SMPUsageError: the body of a step calls it, and other ranks have to, too.
         """
+        self._refuse_in_step("model.state_dict()")
         entries = self.runtime.model_state.full(gather_to_rank0)
         if destination is None and not prefix:
             return entries
@@ -310,6 +312,7 @@ class DistributedModel(ModelQueries):
             SMPPeerError: a partial one is loaded, and a rank of the pipeline, or of the sharding
                 group, has not called this.
         """
+        self._refuse_in_step("model.load_state_dict()")
         result = self.runtime.model_state.load(state_dict, strict, same_partition_load)
         if self.runtime.stand_ins is not None:
             self.runtime.stand_ins.copy_from_parameters()
@@ -389,8 +392,20 @@ class DistributedModel(ModelQueries):
                 f"{what} does not work with sharded_data_parallel_degree greater than 1: {why}"
             )
 
+    def _refuse_in_step(self, call: str) -> None:
+        """Raises in a step, if several ranks have to make a call; see `State.refuse_in_step`."""
+        if state.topology.size_of("mp") > 1 or self.runtime.sharding is not None:
+            state.refuse_in_step(call)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears all gradients on this rank; see nn.Module."""
+        """Clears all gradients on this rank; see nn.Module.
+
+        Raises:
+            SMPUsageError: the body of a step calls it.
+        """
+        state.refuse_in_step(
+            "model.zero_grad()", "gradients of earlier steps are added when the step ends"
+        )
         super().zero_grad(set_to_none)
         if self.partitioned and self.runtime.sharding is not None:
             for shard in self.runtime.optimised():  # the module does not know the shards
@@ -409,6 +424,7 @@ class DistributedModel(ModelQueries):
             SMPUsageError: parameters are sharded.
         """
         self._refuse_with_sharding("model.cpu()", "use model.state_dict() for whole parameters")
+        self._refuse_in_step("model.cpu()")
         if self.partitioned:
             self.runtime.model_state.gather_in_place()
         return self

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.activations.region import Keeper, Region, layer_arguments
@@ -165,6 +166,7 @@ class Modules:
         outlook: which of them are needed soon; None with one partition.
         calls_recomputed: has code asked for activation checkpointing of a single call?
         calling: does the script call the model outside steps now?
+        next_handle: the number of the first handle of a hook that code of this step gets.
         default_device: where tasks make tensors if they do not say where; that of the script.
         settled: has the last step found nothing that makes calls of this rank wait, or not wait,
             from now on?
@@ -195,6 +197,7 @@ class Modules:
         self.outlook: Outlook | None = None
         self.calls_recomputed = False
         self.calling = False
+        self.next_handle = RemovableHandle.next_id
         self.default_device = torch.device("cpu")
         # By number of the module, and the first and last layer: see `Region`.
         self._regions: dict[tuple[int, int, int], Region] = {}
@@ -392,6 +395,24 @@ class Modules:
                     "and does not see that. Call train() and eval() before the step, on all ranks"
                 )
 
+    def _check_hooks(self, number: int) -> None:
+        """Raises if code of this step has given hooks to a module that runs on another rank.
+
+        Raises:
+            SMPUsageError: it has, also to a module inside that one.
+        """
+        if RemovableHandle.next_id == self.next_handle:
+            return
+        for part in self.by_number[number].modules():
+            for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks):
+                if any(handle >= self.next_handle for handle in hooks):
+                    name = self.names[self._numbers.get(id(part), number)]
+                    raise SMPUsageError(
+                        f"a hook was given in this step to module {name!r}, "
+                        "which runs on another rank of the pipeline, where there is none: register "
+                        "hooks before the step, on all ranks"
+                    )
+
     def lives_here(self, number: int) -> bool:
         """Says whether calls of a module that are made here run here."""
         return self.owners[number] in (None, self._rank)
@@ -470,6 +491,7 @@ class Modules:
         reads = method.startswith(_READS)
         if not reads:
             self.check_training((number,))
+            self._check_hooks(number)
         tensors: list[torch.Tensor] = []
         objects: list[Any] = []
         structure = _flatten_arguments(args, kwargs, tensors, objects)

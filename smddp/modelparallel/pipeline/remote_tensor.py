@@ -72,6 +72,10 @@ _FORM = frozenset(
         "is_same_size numel nelement dim ndimension size stride element_size storage_offset __len__"
     ).split()
 )
+# What takes effect where the parameter lives.
+_OF_GRADIENTS = frozenset(
+    ("requires_grad", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook")
+)
 # What needs values, and does not return a tensor.
 _READS = frozenset(
     (  # noqa: SIM905
@@ -206,6 +210,8 @@ class RemoteTensor(torch.Tensor):
         remote = [value for value in tree_leaves((args, kwargs)) if isinstance(value, RemoteTensor)]
         home = remote[0].home
         in_step = home.reader.in_step()
+        if in_step and home.kind == "parameter" and name in _OF_GRADIENTS:
+            _refuse_unseen(home, name, changes, args, kwargs)
         if describes and not (in_step and name in _FORM and home.kind == "buffer"):
             if name == "device" and in_step:
                 return home.device
@@ -612,6 +618,24 @@ def _plain(view: _RemoteView) -> Any:
     view.read.check()
     with _WITHOUT():
         return view.as_subclass(torch.Tensor)
+
+
+def _refuse_unseen(home: Home, name: str, changes: bool, args: Any, kwargs: Any) -> None:
+    """Raises if code in a step lets a parameter have other gradients, or does more with them."""
+    if name == "requires_grad" and not changes:
+        return
+    if name in ("requires_grad", "requires_grad_"):
+        wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+        with _WITHOUT():
+            if args[0].requires_grad == wanted:
+                return
+        call = f"{name.rstrip('_')} = {wanted}"
+    else:
+        call = f"{name}()"
+    raise SMPUsageError(
+        f"{home.kind} {home.name!r} lives on rank {home.owner} of the pipeline, where {call} in "
+        "a step would not take effect: do it between steps, on all ranks"
+    )
 
 
 def _with_values(name: str, changes: bool, func: Any, args: Any, kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -245,3 +246,142 @@ def changed(parts: int, what: str) -> str:
 def test_models_that_change_after_they_are_wrapped(parts: int, what: str, text: str) -> None:
     for found in check_ranks(changed, str(parts), parts, what):
         assert text in found
+
+
+# What the body of a step must not call; False: one process may, with nobody to wait for.
+IN_A_STEP: dict[str, tuple[bool, Callable[[Any, Any, Any], object]]] = {
+    "optimizer.zero_grad()": (True, lambda model, optimizer, scaler: optimizer.zero_grad()),
+    "model.zero_grad()": (True, lambda model, optimizer, scaler: model.zero_grad()),
+    "scaler.unscale_()": (True, lambda model, optimizer, scaler: scaler.unscale_(optimizer)),
+    "scaler.step()": (True, lambda model, optimizer, scaler: scaler.step(optimizer)),
+    "scaler.update()": (True, lambda model, optimizer, scaler: scaler.update()),
+    "smp.save_checkpoint()": (
+        True,
+        lambda model, optimizer, scaler: smp.save_checkpoint("nowhere", "tag", model=model),
+    ),
+    "smp.resume_from_checkpoint()": (
+        True,
+        lambda model, optimizer, scaler: smp.resume_from_checkpoint("nowhere"),
+    ),
+    "model.state_dict()": (False, lambda model, optimizer, scaler: model.state_dict()),
+    "model.load_state_dict()": (
+        False,
+        lambda model, optimizer, scaler: model.load_state_dict({}, strict=False),
+    ),
+    "model.cpu()": (False, lambda model, optimizer, scaler: model.cpu()),
+    "optimizer.state_dict()": (False, lambda model, optimizer, scaler: optimizer.state_dict()),
+    "optimizer.load_state_dict()": (
+        False,
+        lambda model, optimizer, scaler: optimizer.load_state_dict(optimizer.orig_state_dict()),
+    ),
+}
+FP16_ONLY = "optimizer.update_master_grads()"
+
+
+@smp.step
+def misusing(model: Any, optimizer: Any, x: torch.Tensor, scaler: Any) -> str:
+    """Makes calls that belong outside; returns those that have worked."""
+    model.backward(model(x).sum())
+    worked = []
+    calls = dict(IN_A_STEP)
+    if smp.state.cfg.fp16:
+        calls[FP16_ONLY] = True, lambda model, optimizer, scaler: optimizer.update_master_grads()
+    for name, (_, call) in calls.items():
+        text = ""
+        try:
+            call(model, optimizer, scaler)
+        except SMPUsageError as error:
+            text = str(error)
+        if f"{name} has to be outside the function decorated" not in text:
+            worked.append(text or name)
+    return "\n".join(worked)
+
+
+def in_a_step(parts: int, config: dict[str, Any]) -> list[str]:
+    smp.init({"partitions": parts, "microbatches": 2, **config})
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    found: list[Any] = []
+    # Hooks run on all ranks.
+    model.register_post_partition_hook(lambda model, _: found.append(model.state_dict()))
+    model.register_post_step_hook(lambda model, optimizer: optimizer.zero_grad())
+    scaler = smp.amp.GradScaler("cpu")
+    first, second = misusing(model, optimizer, torch.ones(2, 2), scaler)
+    assert first == second
+    assert len(found[0]) == 4
+    assert all(parameter.grad is None for parameter in model.local_parameters())
+    misusing(model, optimizer, torch.ones(2, 2), scaler)
+    assert all(parameter.grad is not None for parameter in model.local_parameters())
+    optimizer.zero_grad()
+    model.zero_grad()
+    return str(first).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("parts", "ranks", "config"),
+    [
+        *[(1, 1, {}), (2, 2, {}), (2, 2, {"fp16": True})],
+        (1, 2, {"ddp": True, "sharded_data_parallel_degree": 2}),
+    ],
+)
+def test_what_is_refused_in_a_step(parts: int, ranks: int, config: dict[str, Any]) -> None:
+    allowed = [name for name, (always, _) in IN_A_STEP.items() if not always]
+    for worked in check_ranks(in_a_step, str(ranks), parts, config):
+        if "sharded_data_parallel_degree" in config:
+            worked = [text for text in worked if "model.cpu() does not work" not in text]
+        assert worked == (allowed if ranks == 1 else [])
+
+
+def unseen() -> None:
+    smp.init({"partitions": 2, "auto_partition": False, "default_partition": 0})
+    first = nn.Linear(2, 2)
+    with smp.partition(1):
+        second = nn.Sequential(nn.Linear(2, 2))
+    model = smp.DistributedModel(nn.Sequential(first, second))
+    change: Any = None
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> None:
+        loss = model(x).sum()
+        if change is not None:
+            change()
+        model.backward(loss + model(x).sum())
+
+    weight = second[0].weight
+    train(model, torch.ones(2, 2))
+    changes: list[tuple[Any, str]] = [
+        (lambda: weight.requires_grad_(False), "requires_grad = False in a step would not"),
+        (lambda: second.requires_grad_(False), "requires_grad = False in a step would not"),
+        (lambda: setattr(weight, "requires_grad", False), "requires_grad = False in a step would"),
+        (lambda: weight.register_hook(print), r"register_hook\(\) in a step would not"),
+        (lambda: second.register_forward_hook(print), "hook was given in this step to module '1',"),
+        (lambda: second[0].register_forward_pre_hook(print), "in this step to module '1.0', which"),
+        (lambda: second[0].register_full_backward_hook(print), "in this step to module '1.0', wh"),
+    ]
+    for change, text in changes:  # noqa: B007  the step uses it
+        with pytest.raises(SMPMicrobatchError, match=text):
+            train(model, torch.ones(2, 2))
+    harmless: list[Any] = [
+        lambda: weight.requires_grad_(),
+        lambda: first.weight.requires_grad_(False),
+        lambda: first.register_forward_hook(lambda *_: None),
+        lambda: torch.ones(1, requires_grad=True).register_hook(print),
+    ]
+    for parts in (second._forward_hooks, second[0]._forward_pre_hooks, second[0]._backward_hooks):
+        parts.clear()
+    for change in harmless:  # noqa: B007
+        train(model, torch.ones(2, 2))
+    # Between steps they are as in torch, on all ranks.
+    change, called = None, []
+    weight.requires_grad_(False)
+    second.register_forward_hook(lambda *_: called.append(1))
+    model.zero_grad()
+    train(model, torch.ones(2, 2))
+    if smp.rank() == 1:
+        assert weight.grad is None
+        assert second[0].bias.grad is not None
+        assert len(called) == 2
+
+
+def test_changes_in_a_step_that_other_ranks_do_not_see_are_refused() -> None:
+    check_ranks(unseen, "2")
