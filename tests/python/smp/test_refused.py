@@ -12,7 +12,7 @@ from ranks import check_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp_smp.errors import SMPMicrobatchError, SMPUsageError
+from smddp_smp.errors import SMPMicrobatchError, SMPPartitionError, SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 
@@ -385,3 +385,97 @@ def unseen() -> None:
 
 def test_changes_in_a_step_that_other_ranks_do_not_see_are_refused() -> None:
     check_ranks(unseen, "2")
+
+
+class OneMemory(nn.Module):
+    """Two parameters share their memory, as old scripts tie weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.middle, self.large = nn.Linear(4, 4), nn.Linear(4, 16)
+        self.last = nn.Linear(4, 4, bias=False)
+        self.last.weight.data = self.first.weight.data
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.middle(self.first(x))
+        return self.last(x + self.large(x).view(-1, 4, 4).sum(1))
+
+
+def tied_by_memory(parts: int, delayed: bool, config: dict[str, Any]) -> Any:
+    smp.init({"partitions": parts, "microbatches": 2, **config})
+    torch.manual_seed(0)
+    with smp.delay_param_initialization(enabled=delayed):
+        module = OneMemory()
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    for step in range(3):
+        optimizer.zero_grad()
+        train(model, torch.linspace(-1, step, 16).view(4, 4))
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+MANUAL = {"auto_partition": False, "default_partition": 0}
+
+
+@pytest.mark.parametrize(
+    ("parts", "delayed", "config"),
+    [
+        *[(1, False, {}), (2, False, {}), (2, True, {}), (2, False, {"skip_tracing": True})],
+        (1, False, {"ddp": True, "shard_optimizer_state": True}),
+    ],
+)
+def test_parameters_of_one_memory_stay_together(
+    parts: int, delayed: bool, config: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = OneMemory()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.linspace(-1, step, 16).view(4, 4)).square().mean().backward()
+        optimizer.step()
+    ranks = "2" if parts == 2 or config else "1"
+    for found in check_ranks(tied_by_memory, ranks, parts, delayed, config):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(found[name], value, msg=name)
+
+
+def torn_apart(config: dict[str, Any]) -> str:
+    smp.init({"microbatches": 2, **config})
+    module = OneMemory()
+
+    def divide() -> None:
+        model = smp.DistributedModel(module)
+        smp.set_partition(module.last, 1)
+        smp.step(lambda model, x: model(x))(model, torch.ones(4, 4))
+
+    with pytest.raises((SMPUsageError, SMPPartitionError)) as caught:
+        divide()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"partitions": 2, **MANUAL}, "'weight' of 'last' is shared with a module of partition 0"),
+        ({"partitions": 2}, "'weight' of 'last' is shared with a module of partition 0"),
+        (
+            {
+                "ddp": True,
+                "sharded_data_parallel_degree": 2,
+                "sdp_param_persistence_threshold": 1,
+            },
+            "parameters 'first.weight' and 'last.weight' share memory",
+        ),
+    ],
+)
+def test_parameters_of_one_memory_cannot_be_divided(config: dict[str, Any], text: str) -> None:
+    for found in check_ranks(torn_apart, "2", config):
+        assert text in found
