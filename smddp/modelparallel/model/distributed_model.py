@@ -521,6 +521,10 @@ def _check_parts(root: nn.Module) -> None:
 def _check(module: nn.Module, device: str, times: bool, passes: int) -> None:
     if not state.initialized:
         raise SMPInitializationError("call smp.init() before smp.DistributedModel")
+    if not isinstance(module, nn.Module):
+        raise SMPUsageError(
+            f"smp.DistributedModel takes a torch.nn.Module, not {type(module).__name__}"
+        )
     if isinstance(module, DistributedModel):
         raise SMPUsageError("the module is a smp.DistributedModel already")
     if state.current_model() is not None:

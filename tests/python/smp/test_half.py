@@ -703,6 +703,11 @@ def test_scalers_are_what_the_arguments_say() -> None:
         make_scaler(1.0, True, {"windows": 3})
     with pytest.raises(SMPUsageError, match="scale_factor must be more than 1"):
         make_scaler(1.0, True, {"scale_factor": 0.5})
+    for wrong in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(SMPUsageError, match="static_loss_scale must be positive, not"):
+            make_scaler(wrong, False, {})
+        with pytest.raises(SMPUsageError, match="init_scale must be positive, not"):
+            make_scaler(1.0, True, {"init_scale": wrong})
 
 
 LARGE = 40000.0  # two of these are too large for float16
