@@ -60,7 +60,8 @@ def bind(
     try:
         return inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
-        raise SMPUsageError(f"smp.step: {function.__name__}: {error}") from None
+        name = getattr(function, "__name__", type(function).__name__)
+        raise SMPUsageError(f"smp.step: {name}: {error}") from None
 
 
 def entries(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any, bool]]:

@@ -155,6 +155,10 @@ class ObjectValues:
             self._parts.append(part)
             open_ones += [one for one in part.values() if not isinstance(one, _OPAQUE)]
 
+    def restore(self) -> None:
+        """Lets the objects hold what they held."""
+        _restore(self._parts)
+
     def check_tensors(self) -> None:
         """Checks that the tensors in the objects have not changed.
 

@@ -545,7 +545,7 @@ class _OnHost:
         self._memory = memory
         tensor = value.tensor()
         self._form = tensor.shape, tensor.stride()
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         self._copied = memory.copy(self._host, tensor)
         # Held until it is copied.
         self._original: _Original | None = value

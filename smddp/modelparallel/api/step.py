@@ -93,7 +93,10 @@ class StepFunction:
             )
         functools.update_wrapper(self, function)
         whole, axes = tuple(non_split_inputs or ()), dict(input_split_axes or {})
-        self._body = Body(function, whole, axes, detach_outputs)
+        # A functools.partial has no name, nor has an object that can be called.
+        named: Any = getattr(function, "func", function)
+        name = getattr(named, "__name__", type(named).__name__)
+        self._body = Body(function, name, whole, axes, detach_outputs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Makes a decorated method work as a method."""
@@ -151,7 +154,7 @@ class StepFunction:
         driver = None
         try:
             with smp_errors():
-                schedule = runtime.begin_step(body.function.__name__, schedule, again)
+                schedule = runtime.begin_step(body.name, schedule, again)
             if executor.rank == 0:
                 driver = Driver(executor, body, schedule, args, kwargs, seed_of_batch)
             # Segments seed the generators of the ranks that serve; those are restored afterwards.
@@ -162,7 +165,7 @@ class StepFunction:
             raise
         failure, redo = "", False
         try:
-            result = executor.run(body.function.__name__, schedule, runtime, driver)
+            result = executor.run(body.name, schedule, runtime, driver)
         except Redo:
             redo = True  # `end_step` below always raises then, usually Redo
         except BaseException as error:

@@ -191,12 +191,13 @@ def save_checkpoint(
         SMPInitializationError: `smp.init` has not been called.
         SMPUsageError: there is nothing to save, num_kept_partial_checkpoints is less than 1, ranks
             have different tags, the tag is the name of a file of smp, model or optimizer is not one
-            of smp, or an entry cannot be saved as safetensors.
+            of smp, an entry cannot be saved as safetensors, or the body of a step calls it.
         SMPPeerError: it has failed on another rank, or a rank is gone, or has not called it within
             the timeout of the process group.
         OSError: a file cannot be written.
     """
     first = state.topology.rank == 0
+    state.refuse_in_step("smp.save_checkpoint()")
 
     def check() -> tuple[str, bool]:
         if not isinstance(tag, str) or not tag:
@@ -323,11 +324,13 @@ def resume_from_checkpoint(
         RuntimeError: with `strict`, the names of the entries do not fit the model.
         SMPUsageError: there is no smp.DistributedModel yet; or the original library has saved the
             parts, and they are not divided by modules only; or the optimizer's state dict has no
-            "state", and other ranks, or another division of the model, have saved it.
+            "state", and other ranks, or another division of the model, have saved it; or the body
+            of a step calls it.
         SMPInitializationError: `smp.init` has not been called.
     """
     folder = Path(path)
     _ = state.topology  # raises before smp.init
+    state.refuse_in_step("smp.resume_from_checkpoint()")
     model, optimizer = state.current_model(), state.current_optimizer()
     if model is None:
         raise SMPUsageError("create smp.DistributedModel before resume_from_checkpoint")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-__all__ = ["Buffers", "version_of"]
+__all__ = ["Buffers", "version_of", "without_repeats"]
 
 _Place = tuple[dict[str, torch.Tensor | None], str]
 
@@ -80,7 +80,7 @@ class Buffers:
         with torch.no_grad():
             for (holder, name), (tensor, copy) in zip(self._places, self._saved, strict=True):
                 if tensor is not None and copy is not None:
-                    tensor.copy_(copy)
+                    without_repeats(tensor).copy_(without_repeats(copy, tensor))
                 holder[name] = tensor
 
     def changed(self, name: str) -> bool:
@@ -123,6 +123,19 @@ class Buffers:
 def version_of(tensor: torch.Tensor | None) -> int:
     """Returns how often a tensor, or a view of it, has changed in place; 0 if that is not known."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def without_repeats(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns a view of a tensor that has each element once; it can be written to.
+
+    Args:
+        tensor: as `expand` makes, or any other.
+        like: has the same shape, and says what is repeated; None for the tensor itself.
+    """
+    like = tensor if like is None else like
+    if like.layout != torch.strided or 0 not in like.stride():
+        return tensor
+    return tensor[tuple([slice(1) if step == 0 else slice(None) for step in like.stride()])]
 
 
 def _copied(tensor: torch.Tensor | None, memory: torch.Tensor | None) -> torch.Tensor | None:

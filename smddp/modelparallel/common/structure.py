@@ -35,6 +35,7 @@ __all__ = [
     "flatten",
     "map_tensors",
     "rebuild",
+    "replace_tensors",
     "tensors_in",
     "unpicklable",
 ]
@@ -95,11 +96,16 @@ def flatten(
         # Tensors are hashed by identity, so the order may differ from set to set.
         return ("s", tuple([flatten(item, tensors, objects, whole) for item in value]))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = tuple(field.name for field in dataclasses.fields(value))
+        names = tuple(_fields(value))
         children = tuple([flatten(getattr(value, name), tensors, objects, whole) for name in names])
         return ("a", (kind, _Like(value)), names, children)
     objects.append(value)
     return ("o", len(objects) - 1)
+
+
+def _fields(value: Any) -> list[str]:
+    """Returns the names of the fields that a dataclass has; others may not be set yet."""
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
 
 class _Like:
@@ -112,8 +118,8 @@ class _Like:
         self._emptied = copy.copy(example)
         # Some outputs of model libraries are dicts and dataclasses, with items as attributes, too.
         if dataclasses.is_dataclass(self._emptied):
-            for field in dataclasses.fields(self._emptied):
-                object.__setattr__(self._emptied, field.name, None)
+            for name in _fields(self._emptied):
+                object.__setattr__(self._emptied, name, None)
         if isinstance(self._emptied, collections.UserDict):
             self._emptied.data = {}
         elif isinstance(self._emptied, dict):
@@ -243,3 +249,47 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     objects: list[Any] = []
     structure = flatten(value, tensors, objects)
     return rebuild(structure, [function(tensor) for tensor in tensors], objects)
+
+
+def replace_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Puts what a function returns for each tensor in a nested value into the tensor's place.
+
+    What code may change, such as lists and dicts, stays the same object. Tuples are made anew if
+    they change.
+
+    Args:
+        function: returns its argument to leave it where it is.
+        value: any nested value.
+
+    Returns:
+        The value; another one if it is a tensor or a tuple that changes.
+    """
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, tuple):
+        named = hasattr(value, "_fields") or kind.__module__ == "torch.return_types"
+        if kind is not tuple and not named:
+            return value
+        items = [replace_tensors(function, item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return kind._make(items) if hasattr(kind, "_make") else kind(items)
+    if kind is set:
+        items = [replace_tensors(function, item) for item in value]
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            value.clear()
+            value.update(items)
+    elif kind is list or isinstance(value, dict | collections.UserDict):
+        places = enumerate(value) if kind is list else value.items()
+        for place, item in list(places):
+            new = replace_tensors(function, item)
+            if new is not item:
+                value[place] = new
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for name in _fields(value):
+            item = getattr(value, name)
+            new = replace_tensors(function, item)
+            if new is not item:
+                object.__setattr__(value, name, new)
+    return value

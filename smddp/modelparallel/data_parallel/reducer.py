@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smddp.modelparallel.common.buffers import Buffers
+from smddp.modelparallel.common.buffers import Buffers, without_repeats
 from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
 from smddp.modelparallel.data_parallel.join import Join
 from smddp.modelparallel.data_parallel.replicas import tell_replicas
@@ -592,5 +592,5 @@ class DataParallel:
     ) -> None:
         # There are many small tensors, which travel in few large messages.
         if tensors and group.size() > 1:
-            detached = [tensor.detach() for tensor in tensors]
+            detached = [without_repeats(tensor.detach()) for tensor in tensors]
             dist._broadcast_coalesced(group, detached, _BROADCAST, source)  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ __all__ = [
     "come_to_life",
     "delayed",
     "is_delayed",
+    "memory_of",
     "promised",
     "recorders_of",
     "settle",
@@ -60,6 +61,21 @@ def promised(make: Callable[[], torch.Tensor], shape: Sequence[int], like: torch
 def is_delayed(tensor: Any) -> bool:
     """Says whether a tensor has no memory yet."""
     return isinstance(tensor, Delayed)
+
+
+def memory_of(parameter: nn.Parameter) -> Any:
+    """Returns a key that is the same for parameters with the same memory, delayed or not.
+
+    Scripts tie weights like this: `decoder.weight.data = encoder.weight.data`.
+    """
+    waits = is_delayed(parameter)
+    plain = type(parameter) is nn.Parameter and not parameter.is_meta
+    if not (waits or plain) or parameter.layout != torch.strided or not parameter.numel():
+        return id(parameter)
+    storage = parameter.untyped_storage()
+    # A delayed tensor has no address, but its storage is a place in memory, too.
+    address = storage._cdata if waits else storage.data_ptr()
+    return address, int(parameter.storage_offset()), parameter.numel(), parameter.dtype
 
 
 def _recorder(tensor: torch.Tensor) -> Recorder:

@@ -23,6 +23,8 @@ __all__ = ["Messenger"]
 # then the sender sends the data.
 _DATA, _WORD = 1, 2
 _READY = -1
+# Also if the script has called torch.set_default_device.
+_HOST = "cpu"
 
 
 class Messenger:
@@ -40,19 +42,20 @@ class Messenger:
 
     def send(self, obj: Any, dest_rank: int, rank_type: RankType) -> None:
         """Sends an object to a rank; returns when it has been received."""
-        self._send("send", [self._topology.world_rank(dest_rank, rank_type.value)], obj)
+        self._send("send", [self._rank("send", dest_rank, rank_type)], obj)
 
     def broadcast(self, obj: Any, group: CommGroup) -> None:
         """Sends an object to all others of a group; each of those calls `recv_from`."""
-        others = [rank for rank in self._topology.members(group.value) if rank != self._me]
+        members = self._topology.members(_kind("broadcast", group))
+        others = [rank for rank in members if rank != self._me]
         self._send("broadcast", others, obj)
 
     def recv_from(self, src_rank: int, rank_type: RankType) -> Any:
         """Returns the next object that a rank sends or broadcasts to this one."""
-        source = self._topology.world_rank(src_rank, rank_type.value)
+        source = self._rank("recv_from", src_rank, rank_type)
         if source == self._me:
             raise SMPUsageError(f"rank {source} cannot receive from itself")
-        data = torch.empty(self._hear(source), dtype=torch.uint8)
+        data = torch.empty(self._hear(source), dtype=torch.uint8, device=_HOST)
         ready = self._say(source, _READY)
         self._messages.recv([data], source, _DATA).wait()
         ready.wait()
@@ -60,26 +63,36 @@ class Messenger:
 
     def allgather(self, obj: Any, group: CommGroup) -> list[Any]:
         """Returns the objects of all ranks of a group, in the order of their ranks."""
-        process_group = self._groups.of(group.value)
+        kind = _kind("allgather", group)
+        process_group = self._groups.of(kind)
         mine = _pack(obj)
-        count = len(self._topology.members(group.value))
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
-        dist.all_gather(sizes, torch.tensor([mine.numel()]), group=process_group)
+        count = len(self._topology.members(kind))
+        sizes = [torch.zeros(1, dtype=torch.int64, device=_HOST) for _ in range(count)]
+        size = torch.tensor([mine.numel()], device=_HOST)
+        dist.all_gather(sizes, size, group=process_group)
         longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=_HOST)
         padded[: mine.numel()] = mine
-        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(count)]
+        parts = [torch.zeros_like(padded) for _ in range(count)]
         dist.all_gather(parts, padded, group=process_group)
         return [_unpack(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
     def barrier(self, group: CommGroup) -> None:
         """Waits until all ranks of a group have called it."""
-        if len(self._topology.members(group.value)) > 1:
-            dist.barrier(group=self._groups.of(group.value))
+        kind = _kind("barrier", group)
+        if len(self._topology.members(kind)) > 1:
+            dist.barrier(group=self._groups.of(kind))
 
     @property
     def _me(self) -> int:
         return self._topology.rank
+
+    def _rank(self, call: str, rank: Any, rank_type: Any) -> int:
+        """Returns the rank in the job of a rank of a kind of groups."""
+        kind = _kind(call, rank_type)
+        if not isinstance(rank, int):
+            raise SMPUsageError(f"smp.{call} takes the number of a rank, not {rank!r}")
+        return self._topology.world_rank(rank, kind)
 
     def _send(self, call: str, ranks: list[int], obj: Any) -> None:
         if self._me in ranks:
@@ -99,12 +112,23 @@ class Messenger:
             work.wait()
 
     def _say(self, rank: int, word: int) -> dist.Work:
-        return self._messages.send([torch.tensor([word])], rank, _WORD)
+        return self._messages.send([torch.tensor([word], device=_HOST)], rank, _WORD)
 
     def _hear(self, rank: int) -> int:
-        word = torch.zeros(1, dtype=torch.int64)
+        word = torch.zeros(1, dtype=torch.int64, device=_HOST)
         self._messages.recv([word], rank, _WORD).wait()
         return int(word)
+
+
+def _kind(call: str, given: Any) -> str:
+    """Returns the kind of groups that an argument of a script means."""
+    if not isinstance(given, CommGroup | RankType):
+        raise SMPUsageError(
+            f"smp.{call} takes a kind of groups such as smp.DP_GROUP, or of ranks such as "
+            f"smp.DP_RANK, not {given!r}"
+        )
+    kind: str = given.value
+    return kind
 
 
 class _OnHost(pickle.Pickler):

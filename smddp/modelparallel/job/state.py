@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from smddp.modelparallel.job.groups import Groups
 from smddp_smp.config import Configuration
-from smddp_smp.errors import SMPInitializationError
+from smddp_smp.errors import SMPInitializationError, SMPUsageError
 from smddp_smp.topology import Topology
 
 __all__ = ["State", "state"]
@@ -109,6 +109,23 @@ class State:
     def current_optimizer(self) -> Any:
         """Returns the script's last smp.DistributedOptimizer; None if there is none."""
         return next(reversed(self.current_optimizers()), None)
+
+    def refuse_in_step(self, call: str, why: str = "only one rank would make the call") -> None:
+        """Raises if the body of a step, or a module that it calls, makes a call; hooks may.
+
+        Args:
+            call: for the text.
+            why: likewise.
+
+        Raises:
+            SMPUsageError: see above.
+        """
+        model = self.current_model()
+        task = None if model is None else model.runtime.executor.baton.task
+        if task is not None and task.frame is not None:
+            raise SMPUsageError(
+                f"{call} has to be outside the function decorated with smp.step: {why}"
+            )
 
     def keep(self, thing: Closable) -> None:
         """Keeps an object until `smp.shutdown`, which closes it; one of each class."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -166,7 +167,8 @@ class DistributedModel(ModelQueries):
             self.runtime.data_parallel.begin_outside()
         half = self.runtime.half
         if half is not None:
-            args, kwargs = to_half(args, half), to_half(kwargs, half)
+            args = tuple([to_half(value, half) for value in args])
+            kwargs = {name: to_half(value, half) for name, value in kwargs.items()}
         if self.runtime.example is None and torch.is_grad_enabled():
             self.runtime.example = Example.of(args, kwargs)
         if not self.partitioned:
@@ -180,13 +182,19 @@ class DistributedModel(ModelQueries):
     @contextlib.contextmanager
     def _compared(self, args: Any, kwargs: Any) -> Iterator[None]:
         """Outside a step, compares the batches of the ranks of the tp group; see `same_batch`."""
-        if state.topology.tp_size == 1:
-            yield
-            return
-        forward = self.get_module().forward
-        seed = seed_of_batch(draw_seed(), lambda: divided_arguments(forward, args, kwargs, ()))
-        with seeded(seed) if state.cfg.prescaled_batch else contextlib.nullcontext():
-            yield
+        modules = self.runtime.executor.modules
+        with contextlib.ExitStack() as stack:
+            if state.topology.tp_size > 1:
+                forward = self.get_module().forward
+                batch = functools.partial(divided_arguments, forward, args, kwargs, ())
+                seed = seed_of_batch(draw_seed(), batch)
+                if state.cfg.prescaled_batch:
+                    stack.enter_context(seeded(seed))
+            modules.calling = True
+            try:
+                yield
+            finally:
+                modules.calling = False
 
     def backward(
         self,
@@ -267,7 +275,9 @@ class DistributedModel(ModelQueries):
 
         Raises:
             SMPPeerError: a rank has not called it within the timeout of the process group.
+            SMPUsageError: the body of a step calls it, and other ranks have to, too.
         """
+        self._refuse_in_step("model.state_dict()")
         entries = self.runtime.model_state.full(gather_to_rank0)
         if destination is None and not prefix:
             return entries
@@ -302,6 +312,7 @@ class DistributedModel(ModelQueries):
             SMPPeerError: a partial one is loaded, and a rank of the pipeline, or of the sharding
                 group, has not called this.
         """
+        self._refuse_in_step("model.load_state_dict()")
         result = self.runtime.model_state.load(state_dict, strict, same_partition_load)
         if self.runtime.stand_ins is not None:
             self.runtime.stand_ins.copy_from_parameters()
@@ -381,8 +392,20 @@ class DistributedModel(ModelQueries):
                 f"{what} does not work with sharded_data_parallel_degree greater than 1: {why}"
             )
 
+    def _refuse_in_step(self, call: str) -> None:
+        """Raises in a step, if several ranks have to make a call; see `State.refuse_in_step`."""
+        if state.topology.size_of("mp") > 1 or self.runtime.sharding is not None:
+            state.refuse_in_step(call)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears all gradients on this rank; see nn.Module."""
+        """Clears all gradients on this rank; see nn.Module.
+
+        Raises:
+            SMPUsageError: the body of a step calls it.
+        """
+        state.refuse_in_step(
+            "model.zero_grad()", "gradients of earlier steps are added when the step ends"
+        )
         super().zero_grad(set_to_none)
         if self.partitioned and self.runtime.sharding is not None:
             for shard in self.runtime.optimised():  # the module does not know the shards
@@ -401,6 +424,7 @@ class DistributedModel(ModelQueries):
             SMPUsageError: parameters are sharded.
         """
         self._refuse_with_sharding("model.cpu()", "use model.state_dict() for whole parameters")
+        self._refuse_in_step("model.cpu()")
         if self.partitioned:
             self.runtime.model_state.gather_in_place()
         return self
@@ -497,6 +521,10 @@ def _check_parts(root: nn.Module) -> None:
 def _check(module: nn.Module, device: str, times: bool, passes: int) -> None:
     if not state.initialized:
         raise SMPInitializationError("call smp.init() before smp.DistributedModel")
+    if not isinstance(module, nn.Module):
+        raise SMPUsageError(
+            f"smp.DistributedModel takes a torch.nn.Module, not {type(module).__name__}"
+        )
     if isinstance(module, DistributedModel):
         raise SMPUsageError("the module is a smp.DistributedModel already")
     if state.current_model() is not None:

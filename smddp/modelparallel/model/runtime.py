@@ -246,12 +246,22 @@ class ModelRuntime:
                 "ended it. Let the error end the step"
             )
         self._undecided = False
+        self._refuse_new_modules()
         self._refuse_early_changes()
         with executor.ending.deciding():
             decision = agree(self.data_parallel.group, executor.modules.names, make)
             for peer in executor.peers:
                 executor.send(peer, Kind.PARTITION, decision)
         self.apply(decision)
+
+    def _refuse_new_modules(self) -> None:
+        """Raises if the script has put modules into the model since it was wrapped."""
+        for name, module in self.module.named_modules():
+            if self.executor.modules.number_of(module) is None:
+                raise SMPUsageError(
+                    f"module {name!r} was put into the model after smp.DistributedModel, so it is "
+                    "not known on which rank it lives: change the model before"
+                )
 
     def _refuse_early_changes(self) -> None:
         """Raises if the body has changed buffers here that may come to live on another rank."""
@@ -302,7 +312,7 @@ class ModelRuntime:
         for optimizer in self._state.current_optimizers():
             # Before hooks put other parameters into it. If it does not fit, its `step` says so.
             with contextlib.suppress(SMPUsageError):
-                optimizer._smp_state.check(self._model())
+                optimizer._smp_state.check(self._model(), self.placement)
             optimizer._smp_state.adopt(self.placement, self.sharding)
         # Hooks ask what lives here, so this comes before them. The messages that were kept until
         # now make tasks, which run only when the hooks have ended: this task has the baton.

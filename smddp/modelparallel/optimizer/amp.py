@@ -7,9 +7,12 @@ from typing import Any
 import torch
 
 from smddp.modelparallel.common.device import kind
+from smddp.modelparallel.job.state import state
 from smddp.modelparallel.optimizer.clipping import largest
 
 __all__ = ["GradScaler"]
+
+_COMPLETE = "only there the gradients of all microbatches are complete"
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -33,6 +36,7 @@ class GradScaler(torch.amp.GradScaler):
         """Divides the gradients by the scale; all ranks learn whether any of them is infinite."""
         if not self.is_enabled():
             return
+        state.refuse_in_step("scaler.unscale_()", _COMPLETE)
         self._begin()
         super().unscale_(optimizer)
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
@@ -45,6 +49,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Calls the optimizer's step unless a gradient is infinite on any rank."""
+        state.refuse_in_step("scaler.step()", _COMPLETE)
         if self.is_enabled():
             self._begin()
             # A fused optimizer would look for infinite gradients itself, among those of this rank
@@ -55,6 +60,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def update(self, new_scale: Any = None) -> None:
         """Adapts the scale, in the same way on all ranks."""
+        state.refuse_in_step("scaler.update()")
         if self.is_enabled():
             self._begin()
         super().update(new_scale)

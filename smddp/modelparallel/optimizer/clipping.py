@@ -165,19 +165,56 @@ def _check_outside_step() -> None:
 
 
 def patch_clipping() -> None:
-    """Lets `torch.nn.utils.clip_grad_norm_` use the norm over all ranks that share the model.
+    """Lets functions of `torch.nn.utils` clip what the optimizer uses.
 
-    Each rank would clip by the norm of its own partition, shards or parts, which is not that of
-    one process, and parameters that several ranks have would not stay the same.
+    In `clip_grad_norm_` each rank would clip by the norm of its own partition, shards or parts,
+    which is not that of one process, and parameters that several ranks have would not stay the
+    same. Both functions would clip scaled gradients in half precision.
     """
-    # Scripts that import the function by name have the wrapper, which calls what is in a cell.
-    wrapper: Any = nn.utils.clip_grad_norm_
-    for cell in wrapper.__closure__:
-        if cell.cell_contents is _original_clip:
-            cell.cell_contents = _clip_grad_norm
+    # Scripts that import a function by name have the wrapper, which calls what is in a cell.
+    wrappers: tuple[tuple[Any, Any], ...] = (
+        (nn.utils.clip_grad_norm_, _clip_grad_norm),
+        (nn.utils.clip_grad_value_, _clip_grad_value),
+    )
+    for wrapper, own in wrappers:
+        for cell in wrapper.__closure__:
+            if cell.cell_contents in _originals:
+                cell.cell_contents = own
 
 
 _original_clip: Any = nn.utils.clip_grad_norm_.__wrapped__  # type: ignore[attr-defined]
+_original_clip_value: Any = nn.utils.clip_grad_value_.__wrapped__  # type: ignore[attr-defined]
+_originals = _original_clip, _original_clip_value
+
+
+def _used(given: Sequence[torch.Tensor]) -> list[Any] | None:
+    """Returns what has the gradients that the optimizer uses, for parameters to be clipped.
+
+    All ranks of the model have to call it.
+
+    Returns:
+        Masters, shards or the parameters themselves; None if none of them is of the model.
+
+    Raises:
+        SMPUsageError: the call is inside a step.
+    """
+    model = state.current_model()
+    own = set() if model is None else {id(parameter) for parameter in model.parameters()}
+    masters: Any = None if model is None else model.runtime.stand_ins
+    if masters is not None and masters.half:
+        own |= {id(master) for master in masters.masters()}
+    # A rank may have none of the parameters that others have, and still has to take part.
+    if given and not any(isinstance(one, Shard) or id(one) in own for one in given):
+        return None
+    _check_outside_step()
+    sharding = None if model is None else model.runtime.sharding
+    if masters is not None and masters.half:
+        # Gradients of parameters are scaled; those of masters are what the optimizer uses. After an
+        # overflow the norm is not finite, and the optimizer uses none.
+        masters.prepare()
+        found: list[Any] = masters.masters_of(given)
+        return found
+    return list(given) if sharding is None else [sharding.local(one) for one in given]
 
 
 def _clip_grad_norm(
@@ -187,29 +224,32 @@ def _clip_grad_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    model = state.current_model()
-    own = set() if model is None else {id(parameter) for parameter in model.parameters()}
-    masters = None if model is None else model.runtime.stand_ins
-    if masters is not None and masters.half:
-        own |= {id(master) for master in masters.masters()}
-    # A rank may have none of the parameters that others have, and still has to take part.
-    if given and not any(isinstance(one, Shard) or id(one) in own for one in given):
+    given = _listed(parameters)
+    used = _used(given)
+    if used is None:
         found: torch.Tensor = _original_clip(
             given, max_norm, norm_type, error_if_nonfinite, foreach
         )
         return found
-    _check_outside_step()
-    sharding = None if model is None else model.runtime.sharding
-    if masters is not None and masters.half:
-        # Gradients of parameters are scaled; those of masters are what the optimizer uses. After an
-        # overflow the norm is not finite, and the optimizer uses none.
-        masters.prepare()
-        given = masters.masters_of(given)
-    elif sharding is not None:
-        given = [sharding.local(one) for one in given]
-    total = global_norm(given, norm_type)
+    total = global_norm(used, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(total)}")
-    nn.utils.clip_grads_with_norm_(given, max_norm, total, foreach)
+    nn.utils.clip_grads_with_norm_(used, max_norm, total, foreach)
     return total
+
+
+def _clip_grad_value(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    clip_value: float,
+    foreach: bool | None = None,
+) -> None:
+    given = _listed(parameters)
+    used = _used(given)
+    found = given if used is None else used
+    # A rank may have none that others have; torch's function fails without any.
+    if used is None or any(one.grad is not None for one in found):
+        _original_clip_value(found, clip_value, foreach)
+
+
+def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -112,6 +112,8 @@ class DistributedOptimizer(metaclass=_IsPatched):
         if helper.counted is not None:
             step = functools.partial(_patches.step, optimizer)
             optimizer.step = functools.update_wrapper(step, helper.counted)
+        if hasattr(optimizer, "zero_grad"):
+            optimizer.zero_grad = types.MethodType(_patches.zero_grad, optimizer)
         if sharded:
             # Scripts log it after each batch, also of those before the first step.
             optimizer._global_grad_norm = 0.0
@@ -155,8 +157,7 @@ def _add_names_of_fp16(optimizer: Any, masters: StandIns) -> None:
     optimizer.loss_scale, optimizer.overflow = masters.scaler.loss_scale, False
     optimizer.fp32_from_fp16_groups = []
     optimizer.clip_master_grads = clip_grad_norm
-    optimizer.update_master_grads = masters.update
-    optimizer.zero_grad = masters.zero_grad
+    optimizer.update_master_grads = types.MethodType(_patches.update_master_grads, optimizer)
     optimizer.backward = types.MethodType(_patches.backward, optimizer)
 
 
@@ -202,15 +203,43 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
         return self._smp_state.step(*arguments, **kwargs)
 
     @staticmethod
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Clears the gradients on this rank, those of master weights, too.
+
+        Raises:
+            SMPUsageError: the body of a step calls it. There gradients from before the step have
+                been put aside, and would be added to those of the step.
+        """
+        state.refuse_in_step(
+            "optimizer.zero_grad()", "gradients of earlier steps are added when the step ends"
+        )
+        stand_ins = self._smp_state.stand_ins
+        if stand_ins is not None and stand_ins.half:
+            stand_ins.zero_grad(*args, **kwargs)
+        else:
+            self._smp_state.clear(*args, **kwargs)
+
+    @staticmethod
+    def update_master_grads(self: Any) -> None:
+        """Copies the gradients to the master weights; see `StandIns.update`.
+
+        Raises:
+            SMPUsageError: the body of a step calls it.
+        """
+        state.refuse_in_step("optimizer.update_master_grads()")
+        self._smp_state.stand_ins.update()
+
+    @staticmethod
     def state_dict(self: Any) -> Any:
         """Returns the state of all parameters; all ranks of the pipeline have to call it.
 
         With sharded data parallelism all ranks of the sharding group do, too.
 
         Raises:
-            SMPUsageError: shard_optimizer_state is set.
+            SMPUsageError: shard_optimizer_state is set, or the body of a step calls it.
             SMPPeerError: a rank has not called it within the timeout of the process group.
         """
+        _refuse_in_step("optimizer.state_dict()")
         return self._smp_state.full()
 
     @staticmethod
@@ -241,8 +270,10 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
 
         Raises:
             SMPPeerError: a local one is loaded, and a rank has not called this in time.
-            SMPUsageError: parts of a state that was divided over replicas are missing.
+            SMPUsageError: parts of a state that was divided over replicas are missing, or the body
+                of a step calls it.
         """
+        _refuse_in_step("optimizer.load_state_dict()")
         self._smp_state.load(state_dict)
 
     @staticmethod
@@ -289,6 +320,11 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
         return self._smp_state.indices()
 
 
+def _refuse_in_step(call: str) -> None:
+    if state.topology.size_of("mp") > 1 or state.groups.sharding is not None:
+        state.refuse_in_step(call)
+
+
 class _State:
     """Gathers and loads the state of one optimizer.
 
@@ -305,6 +341,7 @@ class _State:
         # The functions of the class: bound methods would keep the optimizer alive.
         kind = type(optimizer)
         self._step, self._state_dict, self._load = kind.step, kind.state_dict, kind.load_state_dict
+        self._clear = vars(optimizer).get("zero_grad")
         # A learning rate schedule wraps `step` to count calls, and later looks for its wrapper.
         self.counted = counted = vars(optimizer).get("step")
         if counted is not None:
@@ -340,6 +377,14 @@ class _State:
         shards.exchange(failure)
         return result
 
+    def clear(self, *args: Any, **kwargs: Any) -> None:
+        """Does what the optimizer's own `zero_grad` does."""
+        if self._clear is not None:
+            self._clear(*args, **kwargs)
+        else:
+            optimizer: Any = self._optimizer()
+            type(optimizer).zero_grad(optimizer, *args, **kwargs)
+
     def _step_whole(self, *args: Any, **kwargs: Any) -> Any:
         inner = functools.partial(self._step, self._optimizer(), *args, **kwargs)
         return inner() if self.stand_ins is None else self.stand_ins.step(inner)
@@ -363,19 +408,25 @@ class _State:
         """Returns the model's parameter for one of the optimizer."""
         return parameter if self.stand_ins is None else self.stand_ins.original(parameter)
 
-    def check(self, model: Any) -> None:
-        """Raises SMPUsageError if a parameter that requires gradients is not the model's."""
+    def check(self, model: Any, placement: Placement | None = None) -> None:
+        """Raises SMPUsageError if a parameter that requires gradients is not the model's.
+
+        Args:
+            model: the smp.DistributedModel.
+            placement: of the model; None if that has one already.
+        """
         originals, checked = self._originals(), self._checked
         if checked is not None and checked[0]() is model and len(checked[1]) == len(originals):
             return
-        known = {id(parameter) for parameter in model.get_module().parameters()}
+        known = (placement or model.runtime.placement).known()
         for parameter in originals:
             if parameter.requires_grad and id(parameter) not in known:
                 raise SMPUsageError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is "
-                    "no parameter of the smp.DistributedModel: smp would neither reduce its "
-                    "gradient nor save its state. Give such parameters to an optimizer of "
-                    "their own, without smp.DistributedOptimizer"
+                    "no parameter of the smp.DistributedModel, or was put into it later: smp would "
+                    "neither reduce its gradient nor save its state. Change the model before "
+                    "smp.DistributedModel. Give parameters of others to an optimizer of their own, "
+                    "without smp.DistributedOptimizer"
                     + (_REPLACED if state.topology.tp_size > 1 else "")
                 )
         self._checked = weakref.ref(model), originals

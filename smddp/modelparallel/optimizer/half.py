@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from smddp.modelparallel.common.structure import map_tensors
+from smddp.modelparallel.common.structure import map_tensors, tensors_in
 from smddp.modelparallel.job.state import state
 
 __all__ = ["HALF", "half_precision", "to_float", "to_half"]
@@ -28,7 +28,12 @@ def half_precision() -> torch.dtype | None:
 
 
 def to_half(value: Any, dtype: torch.dtype) -> Any:
-    """Returns a nested value with its fp32 tensors converted to a dtype; for arguments."""
+    """Returns an argument with its fp32 tensors converted to a dtype; itself if it has none.
+
+    The model may change a list that it gets, for its caller.
+    """
+    if all(tensor.dtype != torch.float32 for tensor in tensors_in(value)):
+        return value
     return map_tensors(lambda t: t.to(dtype) if t.dtype == torch.float32 else t, value)
 
 

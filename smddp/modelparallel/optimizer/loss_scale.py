@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -69,6 +70,8 @@ class DynamicLossScaler(LossScaler):
         consecutive_hysteresis: bool = False,
     ) -> None:
         super().__init__(init_scale)
+        if not 0 < init_scale < math.inf:
+            raise SMPUsageError(f"dynamic_loss_args: init_scale must be positive, not {init_scale}")
         if scale_factor <= 1 or scale_window < 1 or min_scale <= 0 or delayed_shift < 1:
             raise SMPUsageError(
                 "dynamic_loss_args: scale_factor must be more than 1, scale_window and "
@@ -121,5 +124,7 @@ def make_scaler(static: float, dynamic: bool, arguments: Mapping[str, Any]) -> L
             f"loss scales are {', '.join(known)}"
         )
     if not dynamic:
+        if not 0 < static < math.inf:
+            raise SMPUsageError(f"static_loss_scale must be positive, not {static}")
         return LossScaler(static)
     return DynamicLossScaler(**named)

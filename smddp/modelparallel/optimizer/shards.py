@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smddp.modelparallel.delayed.life import memory_of
 from smddp.modelparallel.job.state import state
 from smddp_smp.errors import SMPPeerError, SMPUsageError
 
@@ -42,6 +43,7 @@ class Shards:
         self.group = state.groups.of_steps("rdp")
         self._device = torch.device("cpu")
         self._owners: dict[int, int] = {}  # by id of the parameter
+        self._by_memory: dict[Any, int] = {}
         self._parameters: list[list[nn.Parameter]] = [[] for _ in range(self.size)]
         self._loads = [0] * self.size
         # The lists of the groups, while these hold only what this rank steps.
@@ -59,7 +61,9 @@ class Shards:
         self._device = device
         new = {id(p): p for p in parameters if id(p) not in self._owners}
         for key, parameter in sorted(new.items(), key=lambda item: -item[1].numel()):
-            owner = min(range(self.size), key=self._loads.__getitem__)
+            lightest = min(range(self.size), key=self._loads.__getitem__)
+            # One replica steps all parameters of one memory.
+            owner = self._by_memory.setdefault(memory_of(parameter), lightest)
             self._owners[key] = owner
             self._parameters[owner].append(parameter)
             self._loads[owner] += parameter.numel()

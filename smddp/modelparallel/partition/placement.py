@@ -15,6 +15,7 @@ from smddp.modelparallel.delayed.life import (
     become_empty,
     come_to_life,
     is_delayed,
+    memory_of,
     recorders_of,
     settle,
 )
@@ -28,7 +29,14 @@ from smddp.modelparallel.pipeline.remote_tensor import (
 from smddp.modelparallel.pipeline.step import Form
 from smddp_smp.errors import SMPPartitionError
 
-__all__ = ["MARKER", "Decision", "Placement", "costs_by_size", "own_bytes", "shared_buffers"]
+__all__ = [
+    "MARKER",
+    "Decision",
+    "Placement",
+    "costs_by_size",
+    "own_bytes",
+    "shared_buffers",
+]
 
 # The key that marks a state dict, of a model or an optimizer, as that of one rank only.
 MARKER = "_smp_is_partial"
@@ -297,6 +305,7 @@ class Placement:
 
     def _parameter_homes(self, decision: Decision, device: torch.device) -> dict[int, Home]:
         homes: dict[int, Home] = {}
+        by_memory: dict[Any, Home] = {}
         for number, module in enumerate(self._modules.by_number):
             for name, parameter in module._parameters.items():
                 if parameter is None:
@@ -304,7 +313,8 @@ class Placement:
                 owner = decision.owners[number]
                 assert owner is not None
                 home = self._modules.home("parameter", number, name, owner, device)
-                if (first := homes.setdefault(id(parameter), home).owner) != owner:
+                homes.setdefault(id(parameter), home)
+                if (first := by_memory.setdefault(memory_of(parameter), home).owner) != owner:
                     raise SMPPartitionError(
                         f"parameter {name!r} of {self._modules.names[number]!r} is shared with a "
                         f"module of partition {first}, but would live on {owner}: "
@@ -406,6 +416,16 @@ class Placement:
     def parameters(self) -> list[nn.Parameter]:
         """Returns the parameters that live here."""
         return [parameter for parameter in self._root.parameters() if self.owns(parameter)]
+
+    def known(self) -> set[int]:
+        """Returns the ids of the model's parameters; not of those put there since it is divided.
+
+        Modules that were put there after the model was wrapped do not count.
+        """
+        if self.divided:
+            return self._local | self._homes.keys()
+        own = (part._parameters.values() for part in self._modules.by_number)
+        return {id(parameter) for parameters in own for parameter in parameters}
 
     def owns(self, parameter: nn.Parameter) -> bool:
         """Says whether a parameter lives here."""

@@ -22,10 +22,11 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from smddp.modelparallel.activations.object_values import ObjectValues
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.buffers import Buffers
 from smddp.modelparallel.common.random_state import RandomState
-from smddp.modelparallel.common.structure import map_tensors, tensors_in
+from smddp.modelparallel.common.structure import flatten, map_tensors, tensors_in
 from smddp.modelparallel.delayed.life import is_delayed
 from smddp.modelparallel.delayed.recorder import copies_made_by
 from smddp.modelparallel.job.state import state
@@ -95,9 +96,14 @@ def trace_model(root: nn.Module, args: Any, kwargs: Any, times: bool) -> Trace:
     """
     state.tracing = True
     before = RandomState()
+    objects: list[Any] = []
+    flatten((args, kwargs), [], objects)
+    # The model may put something into an object that it gets, such as a cache.
+    objects_before = ObjectValues("the trace", objects)
     try:
         return _trace(root, args, kwargs, times)
     finally:
+        objects_before.restore()
         before.restore()
         state.tracing = False
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
+from smddp.modelparallel.delayed.life import memory_of
 from smddp.modelparallel.partition.manual import has_state
 from smddp.modelparallel.partition.placement import own_bytes
 from smddp.modelparallel.partition.trace import Trace
@@ -183,11 +185,11 @@ class Units:
 
         place = {leaf: position for position, leaf in enumerate(order)}
         pairs = list(trace.uses)
-        holder: dict[int, int] = {}
+        holder: dict[Any, int] = {}
         for number, module in enumerate(self._modules.by_number):
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    pairs.append((holder.setdefault(id(parameter), number), number))
+                    pairs.append((holder.setdefault(memory_of(parameter), number), number))
         for one, other in pairs:
             ends = sorted(
                 (find(self._leaf_of(one)), find(self._leaf_of(other))), key=place.__getitem__

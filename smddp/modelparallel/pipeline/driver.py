@@ -40,6 +40,7 @@ class Body:
 
     Attributes:
         function: runs once per microbatch.
+        name: of the function; the same on all ranks.
         whole: names of the arguments that are not divided (`non_split_inputs`).
         axes: along which dimension to divide, by name of the argument; 0 for the others.
         detach: drop the autograd graphs of the tensors that it returns.
@@ -48,6 +49,7 @@ class Body:
     """
 
     function: Callable[..., Any]
+    name: str
     whole: tuple[str, ...]
     axes: Mapping[str, int]
     detach: bool
@@ -162,7 +164,7 @@ class Driver:
         if note := self._unequal_lengths():
             log.warning(
                 "smp: step %r: %s. Each microbatch gets its share of every one of them",
-                *(self._body.function.__name__, note),
+                *(self._body.name, note),
             )
 
     def _annotate(self, error: Exception) -> None:

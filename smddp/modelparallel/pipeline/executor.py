@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.engine import forget_failed_pass
@@ -228,6 +229,8 @@ class Executor:
         self.server.under_way_limit = schedule.under_way_limit
         if self.modules.outlook is not None:
             self.modules.outlook.begin_step(schedule)
+        self.modules.default_device = torch.get_default_device()
+        self.modules.next_handle = RemovableHandle.next_id
         self._steps += 1
         self.timeline.begin()
         # This ends the abort of a failed step. It is done here and not at the end of that step,

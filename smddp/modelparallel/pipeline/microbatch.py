@@ -42,19 +42,30 @@ class StepOutput:
     def reduce_mean(self) -> torch.Tensor:
         """Returns the mean over the microbatches, of the shape of one value.
 
-        Integers become floating-point numbers. All values must have the same shape.
+        Integers and bools become floating-point numbers. All values must have the same shape.
         """
-        return self.reduce_sum() / len(self.outputs)
+        first = self.outputs[0].dtype
+        # The sum may be too large for a small dtype, the mean is not.
+        wide = torch.int64
+        if first.is_floating_point or first.is_complex:
+            wide = torch.promote_types(first, torch.float32)
+        mean = StepOutput([output.to(wide) for output in self.outputs]).reduce_sum()
+        mean = mean / len(self.outputs)
+        return mean if wide == torch.int64 else mean.to(first)
 
     average = reduce_mean
 
     def reduce_sum(self) -> torch.Tensor:
         """Returns the sum over the microbatches, of the shape and dtype of one value.
 
+        Of bools, it is how often they are True, in int64.
+
         Raises:
             RuntimeError: the shapes of the values do not broadcast.
         """
         total = self.outputs[0]
+        if total.dtype == torch.bool:
+            total = total.long()
         for output in self.outputs[1:]:
             total = total + output
         return total

@@ -12,15 +12,16 @@ import contextlib
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.activations.region import Keeper, Region, layer_arguments
-from smddp.modelparallel.common.structure import Structure, flatten, map_tensors
+from smddp.modelparallel.common.structure import Structure, flatten, replace_tensors
 from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.collector import KnownCall, predictable
 from smddp.modelparallel.pipeline.frame import Frame
@@ -39,7 +40,7 @@ from smddp.modelparallel.pipeline.waits import Waits
 from smddp_smp.errors import SMPUsageError
 from smddp_smp.order import SliceObserver
 
-__all__ = ["Findings", "Modules", "Surroundings", "difference", "forget_owner"]
+__all__ = ["Findings", "Modules", "Surroundings", "difference", "forget_owner", "note_replaced"]
 
 # For the random numbers of a call; None if it draws none. Of several layers: one for each.
 Seed = int | tuple[int | None, ...] | None
@@ -164,6 +165,9 @@ class Modules:
         offloader: keeps the arguments of calls with activation checkpointing; None for autograd.
         outlook: which of them are needed soon; None with one partition.
         calls_recomputed: has code asked for activation checkpointing of a single call?
+        calling: does the script call the model outside steps now?
+        next_handle: the number of the first handle of a hook that code of this step gets.
+        default_device: where tasks make tensors if they do not say where; that of the script.
         settled: has the last step found nothing that makes calls of this rank wait, or not wait,
             from now on?
     """
@@ -192,6 +196,9 @@ class Modules:
         self.offloader: Offloader | None = None
         self.outlook: Outlook | None = None
         self.calls_recomputed = False
+        self.calling = False
+        self.next_handle = RemovableHandle.next_id
+        self.default_device = torch.device("cpu")
         # By number of the module, and the first and last layer: see `Region`.
         self._regions: dict[tuple[int, int, int], Region] = {}
         self.by_number = list(root.modules())
@@ -388,6 +395,24 @@ class Modules:
                     "and does not see that. Call train() and eval() before the step, on all ranks"
                 )
 
+    def _check_hooks(self, number: int) -> None:
+        """Raises if code of this step has given hooks to a module that runs on another rank.
+
+        Raises:
+            SMPUsageError: it has, also to a module inside that one.
+        """
+        if RemovableHandle.next_id == self.next_handle:
+            return
+        for part in self.by_number[number].modules():
+            for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks):
+                if any(handle >= self.next_handle for handle in hooks):
+                    name = self.names[self._numbers.get(id(part), number)]
+                    raise SMPUsageError(
+                        f"a hook was given in this step to module {name!r}, "
+                        "which runs on another rank of the pipeline, where there is none: register "
+                        "hooks before the step, on all ranks"
+                    )
+
     def lives_here(self, number: int) -> bool:
         """Says whether calls of a module that are made here run here."""
         return self.owners[number] in (None, self._rank)
@@ -466,6 +491,7 @@ class Modules:
         reads = method.startswith(_READS)
         if not reads:
             self.check_training((number,))
+            self._check_hooks(number)
         tensors: list[torch.Tensor] = []
         objects: list[Any] = []
         structure = _flatten_arguments(args, kwargs, tensors, objects)
@@ -550,10 +576,16 @@ class Modules:
         copied: torch.Tensor = _Detached.apply(buffer, full)
         return copied
 
-    def around_task(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context for the code of a task."""
-        around = self.surroundings
-        return contextlib.nullcontext() if around is None else around.around_task()
+    @contextlib.contextmanager
+    def around_task(self) -> Iterator[None]:
+        """In this context the code of a task runs."""
+        with contextlib.ExitStack() as stack:
+            # `torch.set_default_device` holds for one thread, and slows torch down on it.
+            if self.default_device.type != "cpu":
+                stack.enter_context(self.default_device)
+            if self.surroundings is not None:
+                stack.enter_context(self.surroundings.around_task())
+            yield
 
     def _original(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
         module = self.by_number[number]
@@ -576,9 +608,9 @@ class Modules:
         return region.call(surrounded, args, kwargs, preserve, self._keeper())
 
     def _surrounded(
-        self, number: int, function: Callable[..., Any], *args: Any, **kwargs: Any
+        self, number: int, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Calls a function of a module."""
+        """Calls a function of a module, whose arguments may have any names."""
         if self.surroundings is None:
             return function(*args, **kwargs)
         with self.surroundings.around_module(number):
@@ -680,12 +712,26 @@ class _Detached(torch.autograd.Function):
         )
 
 
+# Modules in whose place another one is now, with those inside them, and the names of the former.
+_replaced: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+def note_replaced(module: nn.Module, name: str) -> None:
+    """Notes that another module has taken the place of a module, and is called in a step.
+
+    Args:
+        module: the original.
+        name: in the model.
+    """
+    _replaced.update(dict.fromkeys(module.modules(), name))
+
+
 # The models of the process, usually one. The newest one is asked first.
 _installed: list[weakref.ref[Modules]] = []
 
 
 @functools.wraps(_original_call)
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     for reference in reversed(_installed):
         modules = reference()
         if modules is None:
@@ -694,6 +740,14 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         number = modules._numbers.get(id(module))
         if number is not None:
             return modules.enter(number, "", args, kwargs)
+        if module in _replaced and (modules.calling or modules._frame() is not None):
+            raise SMPUsageError(
+                f"module {_replaced[module]!r} was divided over tensor-parallel ranks by "
+                "smp.DistributedModel, which has put another module in its place, and code of the "
+                "step still calls the original, which is not trained. Keep modules in a "
+                "torch.nn.ModuleList, not in a list or a closure; or call "
+                "smp.set_tensor_parallelism(module, False) before"
+            )
     return _original_call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
@@ -758,11 +812,27 @@ def _flatten_arguments(args: Any, kwargs: Any, tensors: list[Any], objects: list
 
 
 def _forced(value: Any) -> Any:
-    """Returns arguments (a tuple or dict) with the values of all lazy tensors in their place."""
+    """Returns arguments (a tuple or dict) with the values of all lazy tensors in their place.
+
+    Lists and the like among them stay the same objects: a module may change one for its caller.
+    """
     items: Callable[[], Any] = value.values if isinstance(value, dict) else value.__iter__
     if any(not isinstance(item, torch.nn.Parameter) and _may_hide_lazy(item) for item in items()):
-        return map_tensors(force_argument, value)
+        if isinstance(value, dict):
+            return {name: _forced_argument(item) for name, item in value.items()}
+        return tuple([_forced_argument(item) for item in value])
     return value
+
+
+def _forced_argument(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        return force_argument(item)
+    return replace_tensors(_forced_lazy, item)
+
+
+def _forced_lazy(tensor: torch.Tensor) -> torch.Tensor:
+    # A parameter of another rank stays what it is: the list may be one that its owner keeps.
+    return force(tensor) if type(tensor) is Lazy else tensor
 
 
 def _may_hide_lazy(item: Any) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -70,6 +71,10 @@ _FORM = frozenset(
         "shape dtype ndim itemsize nbytes is_floating_point is_complex is_signed is_contiguous "
         "is_same_size numel nelement dim ndimension size stride element_size storage_offset __len__"
     ).split()
+)
+# What takes effect where the parameter lives.
+_OF_GRADIENTS = frozenset(
+    ("requires_grad", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook")
 )
 # What needs values, and does not return a tensor.
 _READS = frozenset(
@@ -205,6 +210,8 @@ class RemoteTensor(torch.Tensor):
         remote = [value for value in tree_leaves((args, kwargs)) if isinstance(value, RemoteTensor)]
         home = remote[0].home
         in_step = home.reader.in_step()
+        if in_step and home.kind == "parameter" and name in _OF_GRADIENTS:
+            _refuse_unseen(home, name, changes, args, kwargs)
         if describes and not (in_step and name in _FORM and home.kind == "buffer"):
             if name == "device" and in_step:
                 return home.device
@@ -540,14 +547,17 @@ def patch_torch() -> None:
 
     `AveragedModel` averages on each rank what lives there. If its copy is from before the first
     step, the copy has everything; what lives elsewhere becomes empty in it, too, because there is
-    nothing to average it with. `backward(inputs=…)` raises for remote tensors.
+    nothing to average it with. `backward(inputs=…)` and `torch.func.functional_call` raise for
+    remote tensors.
     """
     AveragedModel.update_parameters = _update_parameters  # type: ignore[method-assign]
     torch.autograd.backward = _backward
+    stateless._functional_call = _functional_call  # scripts have imported what calls it
 
 
 _original_update = AveragedModel.update_parameters
 _original_backward = torch.autograd.backward
+_original_functional_call = stateless._functional_call
 
 
 @functools.wraps(_original_update)
@@ -575,6 +585,21 @@ def _backward(*args: Any, **kwargs: Any) -> None:
     _original_backward(*args, **kwargs)
 
 
+@functools.wraps(_original_functional_call)
+def _functional_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    for part in module.modules():
+        for tensor in (*part._parameters.values(), *dict.values(part._buffers)):
+            if isinstance(tensor, RemoteTensor):
+                home = tensor.home
+                raise SMPUsageError(
+                    f"functional_call of a {type(module).__name__}: its {home.kind} {home.name!r} "
+                    f"lives on rank {home.owner} of the pipeline, where other values would not "
+                    "take effect. Before the first step, assign the module to the partition from "
+                    "which it is called, 0 for the body: smp.set_partition(module, 0)"
+                )
+    return _original_functional_call(module, *args, **kwargs)
+
+
 def _lazily(value: Any) -> Any:
     if isinstance(value, RemoteTensor):
         return value.home.reader.values(value.moment)
@@ -593,6 +618,24 @@ def _plain(view: _RemoteView) -> Any:
     view.read.check()
     with _WITHOUT():
         return view.as_subclass(torch.Tensor)
+
+
+def _refuse_unseen(home: Home, name: str, changes: bool, args: Any, kwargs: Any) -> None:
+    """Raises if code in a step lets a parameter have other gradients, or does more with them."""
+    if name == "requires_grad" and not changes:
+        return
+    if name in ("requires_grad", "requires_grad_"):
+        wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+        with _WITHOUT():
+            if args[0].requires_grad == wanted:
+                return
+        call = f"{name.rstrip('_')} = {wanted}"
+    else:
+        call = f"{name}()"
+    raise SMPUsageError(
+        f"{home.kind} {home.name!r} lives on rank {home.owner} of the pipeline, where {call} in "
+        "a step would not take effect: do it between steps, on all ranks"
+    )
 
 
 def _with_values(name: str, changes: bool, func: Any, args: Any, kwargs: Any) -> Any:

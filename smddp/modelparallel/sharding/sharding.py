@@ -23,7 +23,7 @@ from torch import nn
 from smddp.modelparallel.common.device import put
 from smddp.modelparallel.common.engine import forget_failed_passes_at_exit
 from smddp.modelparallel.data_parallel.reducer import Ranks
-from smddp.modelparallel.delayed.life import come_to_life, recorders_of
+from smddp.modelparallel.delayed.life import come_to_life, memory_of, recorders_of
 from smddp.modelparallel.job.groups import ShardingGroups
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.sharding.gathers import Gathers
@@ -31,7 +31,7 @@ from smddp.modelparallel.sharding.gradients import ShardedSum
 from smddp.modelparallel.sharding.part import announce, part_of_whole, set_part
 from smddp.modelparallel.sharding.shard import Shard, ShardedParameter
 from smddp.modelparallel.tensor.division import division_of
-from smddp_smp.errors import SMPError
+from smddp_smp.errors import SMPError, SMPUsageError
 
 __all__ = ["Sharding"]
 
@@ -150,6 +150,7 @@ class Sharding:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     names.setdefault(id(parameter), self._modules.full_name(number, name))
+        self._refuse_shared_memory(parameters, names)
         delayed = bool(recorders_of(parameters))
         for parameter in parameters:
             if self.divides(parameter):
@@ -190,6 +191,20 @@ class Sharding:
                 *(max(self._threshold, 1), _mebibytes(local), _mebibytes(parameters)),
             )
         return local
+
+    def _refuse_shared_memory(
+        self, parameters: Sequence[nn.Parameter], names: Mapping[int, str]
+    ) -> None:
+        """Raises if two parameters that are divided have one memory, which they would lose."""
+        found: dict[Any, nn.Parameter] = {}
+        for parameter in filter(self.divides, parameters):
+            first = found.setdefault(memory_of(parameter), parameter)
+            if first is not parameter:
+                raise SMPUsageError(
+                    f"parameters {names[id(first)]!r} and {names[id(parameter)]!r} share memory, "
+                    "and would not with sharded data parallelism: let one nn.Parameter be both, "
+                    "as in decoder.weight = encoder.weight"
+                )
 
     def _count(self, parameter: nn.Parameter) -> int:
         """Returns the elements of this rank's part of a parameter that comes to live here."""

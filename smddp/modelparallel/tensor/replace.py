@@ -18,6 +18,7 @@ from smddp.modelparallel.delayed.context import delay_param_initialization
 from smddp.modelparallel.delayed.life import is_delayed
 from smddp.modelparallel.job.meeting import done_on_all, first_difference, together
 from smddp.modelparallel.job.state import state
+from smddp.modelparallel.pipeline.modules import note_replaced
 from smddp.modelparallel.tensor.marks import mark_of
 from smddp.modelparallel.tensor.module import DistributedModule, load_whole
 from smddp.modelparallel.tensor.registry import (
@@ -76,6 +77,9 @@ def replace_marked(root: nn.Module) -> nn.Module:
         if mark_of(module) is not None and registration_of(module) is not None:
             new = _replacement(root, module, name, holders, plan, unknown, say)
             done[module] = new
+            # A script may keep the original of a whole model, as one that is not trained.
+            if new is not module and name:
+                note_replaced(module, name)
         if new is module and not isinstance(module, DistributedModule):
             # Not named_children, which leaves out the second name of a module that has two.
             for own, child in list(module._modules.items()):

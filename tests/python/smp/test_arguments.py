@@ -13,6 +13,7 @@ from ranks import check_ranks
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
+from smddp.modelparallel.common.buffers import Buffers
 from smddp.modelparallel.partition.decide import decide
 from smddp.modelparallel.partition.placement import Decision, Placement
 from smddp.modelparallel.pipeline.modules import Modules
@@ -194,6 +195,51 @@ def test_buffers_are_those_of_the_first_replica_unless_told_otherwise() -> None:
                     norm(layer(part))
         torch.testing.assert_close(one["0.1.running_mean"], norms[0].running_mean)
         torch.testing.assert_close(other["0.1.running_mean"], norms[1].running_mean)
+
+
+class Repeats(nn.Module):
+    """Has a buffer that `expand` has made: it has one element, many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((1, 1), 2.0).expand(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale[0]
+
+
+def repeated() -> list[Any]:
+    smp.init({**MANUAL, "partitions": 2, "microbatches": 2})
+    module = Repeats()
+    model = smp.DistributedModel(nn.Sequential(module, nn.Linear(4, 4)))
+    smp.set_partition(model.get_module()[1], 1)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> None:
+        model.backward(model(x).sum())
+
+    found = []
+    for value in (3.0, 5.0):
+        with torch.no_grad():
+            module.scale[:1, :1].fill_(value + smp.dp_rank())
+        if smp.pp_rank() == 0:
+            buffers = Buffers(module)
+            buffers.save()
+            with torch.no_grad():
+                module.scale[:1, :1].fill_(7.0)
+            buffers.restore()
+        step(model, torch.ones(4, 4))
+        if smp.pp_rank() == 0:
+            found.append(module.scale.tolist())
+    return found
+
+
+@pytest.mark.multiprocess
+def test_buffers_may_repeat_elements() -> None:
+    ranks = check_ranks(repeated, "4")
+    for found in (ranks[0], ranks[2]):
+        assert found == [[[value] * 4] * 3 for value in (3.0, 5.0)]
 
 
 @smp.step

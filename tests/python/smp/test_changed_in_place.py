@@ -277,3 +277,101 @@ def test_gradients_of_one_memory(count: int) -> None:
     (alone,) = check_ranks(_gradients, "1", 1, count)
     both = check_ranks(_gradients, "2", 2, count)
     assert {**both[0], **both[1]} == pytest.approx(alone)
+
+
+class Notes(nn.Module):
+    """Puts what it computes into containers of its caller; arguments have names of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(
+        self, x: Tensor, notes: list[Any], module: Any, number: int = 0, function: float = 0
+    ) -> Tensor:
+        """Appends to a list, and counts in a dict inside another."""
+        y: Tensor = self.linear(x) + number + function
+        notes.append(y.mean())
+        module["inner"]["calls"] = module["inner"].get("calls", 0) + 1
+        return y
+
+
+class Noting(nn.Module):
+    """Has modules that note something around one on the last rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Notes()
+        with smp.partition(smp.pp_size() - 1):
+            self.second = nn.Linear(4, 4)
+        self.third = Notes()
+
+    def forward(self, x: Tensor, notes: list[Any], counts: dict[str, Any]) -> Tensor:
+        """Adds a value of the last rank to the list, which is lazy there."""
+        y = self.second(self.first(x, notes, module=counts, number=1))
+        notes.append(y)
+        z: Tensor = self.third(y, notes, module=counts, number=2, function=0.5)
+        notes[1] = notes[1].square().mean()
+        return z
+
+
+@smp.step
+def note(model: Any, x: Tensor) -> Any:
+    """The loss has terms that modules have put into a list."""
+    notes: list[Any] = []
+    counts: dict[str, Any] = {"inner": {}}
+    loss = model(x, notes, counts).mean() + 2 * sum(notes)
+    model.backward(loss)
+    return loss, len(notes), str(counts)
+
+
+def _noted(pp: int, config: dict[str, Any]) -> Any:
+    smp.init({**MANUAL, "partitions": pp, **config})
+    torch.manual_seed(1)
+    model = smp.DistributedModel(Noting())
+    found: list[Any] = []
+    for step in range(STEPS):
+        model.zero_grad()
+        x = torch.linspace(step, 1, MICROBATCHES * 4).view(MICROBATCHES, 4)
+        loss, *counted = note(model, x)
+        found += [loss.stack().tolist(), counted]
+        found.append({name: p.grad.tolist() for name, p in model.local_named_parameters()})
+    return found
+
+
+@pytest.mark.parametrize("config", [{}, {"fp16": True}])
+def test_modules_may_change_containers_of_their_callers(config: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    dtype = torch.float16 if config else torch.float32
+    parts = [nn.Linear(4, 4).to(dtype) for _ in range(3)]
+    (alone,) = check_ranks(_noted, "1", 1, config)
+    both = check_ranks(_noted, "2", 2, config)
+    for step in range(STEPS):
+        x = torch.linspace(step, 1, MICROBATCHES * 4).view(MICROBATCHES, 1, 4).to(dtype)
+        losses = []
+        for part in parts:
+            part.zero_grad()
+        for row in x:
+            first = parts[0](row) + 1
+            second = parts[1](first)
+            third = parts[2](second) + 2 + 0.5
+            noted = first.mean() + second.square().mean() + third.mean()
+            losses.append(third.float().mean() + 2 * noted)
+            (losses[-1] / MICROBATCHES).backward()
+        tolerance = {"rel": 1e-2, "abs": 1e-2} if config else {"rel": 1e-5}
+        for found in (alone, *both):
+            assert found[3 * step] == pytest.approx([loss.item() for loss in losses], **tolerance)
+            assert found[3 * step + 1] == [
+                [3] * MICROBATCHES,
+                ["{'inner': {'calls': 2}}"] * MICROBATCHES,
+            ]
+        grads = {**both[0][3 * step + 2], **both[1][3 * step + 2]}
+        assert grads == alone[3 * step + 2]
+        for name, part in zip(("first.linear", "second", "third.linear"), parts, strict=True):
+            for kind, parameter in part.named_parameters():
+                torch.testing.assert_close(
+                    torch.tensor(grads[f"{name}.{kind}"]),
+                    parameter.grad.float(),  # type: ignore[union-attr]
+                    atol=1e-1 if config else 1e-5,
+                    rtol=1e-2 if config else 1e-5,
+                )

@@ -678,6 +678,9 @@ def misused() -> None:
         train(layer, torch.ones(4, 4), "")
     with pytest.raises(SMPPartitionError, match="there are 2 partitions"), smp.partition(2):
         pass
+    for wrong_model in (None, layer.parameters(), nn.Linear):
+        with pytest.raises(SMPUsageError, match=r"takes a torch\.nn\.Module, not "):
+            smp.DistributedModel(wrong_model)
     with pytest.raises(SMPUsageError, match="trace_execution_times must be False"):
         smp.DistributedModel(layer, trace_device="cpu", trace_execution_times=True)
     with pytest.raises(SMPUsageError, match="trace_device must be"):

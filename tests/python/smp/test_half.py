@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from ranks import check_ranks
 from smp.zoo import device
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_  # before smp.init, as scripts do
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # before smp.init, as scripts do
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.optimizer.loss_scale import DynamicLossScaler, LossScaler, make_scaler
@@ -381,6 +381,74 @@ def test_torch_clips_what_the_optimizer_uses(
         check_state(state, expected, rtol=1e-3, atol=1e-4)
 
 
+def clipped_by_value(parts: int, config: dict[str, Any]) -> Any:
+    """Returns the gradients that the optimizer uses, and how many values were clipped."""
+    config = {**MANUAL_HALF, "fp16": True, **config}
+    smp.init({**config, "partitions": parts, "ddp": config.get("ddp", False)})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
+    smp.set_partition(model.get_module()[1], parts - 1)
+    # The learning rate is 1, so the change of a parameter is its gradient.
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = smp.DistributedOptimizer(inner, static_loss_scale=1024.0)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> None:
+        model.backward(model(x).square().mean())
+        with pytest.raises(SMPUsageError, match="clipped only outside the function"):
+            clip_grad_value_(model.parameters(), 0.05)
+
+    found = []
+    for number in range(2):
+        before = model.state_dict()
+        before = {name: value.float().clone() for name, value in before.items()}
+        optimizer.zero_grad()
+        step(model, torch.linspace(-1, 1 + number, 8).view(2, 4))
+        clip_grad_value_(model.parameters(), 0.05)
+        optimizer.step()
+        found.append({n: before[n] - value.float() for n, value in model.state_dict().items()})
+    # Others are clipped as ever.
+    other = nn.Parameter(torch.ones(2))
+    other.grad = torch.tensor([-3.0, 0.5])
+    clip_grad_value_([other], 1.0)
+    assert other.grad.tolist() == [-1.0, 0.5]
+    return found
+
+
+MANUAL_HALF = {"auto_partition": False, "default_partition": 0}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("parts", "ranks", "config"),
+    [
+        *[(1, 1, {}), (2, 2, {}), (1, 2, {"ddp": True, "shard_optimizer_state": True})],
+        (1, 2, {**SHARDED, "ddp": True}),
+        (2, 2, {"fp16": False}),
+    ],
+)
+def test_torch_clips_the_values_that_the_optimizer_uses(
+    parts: int, ranks: int, config: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    expected = []
+    for number in range(2):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1 + number, 8).view(2, 4)).square().mean().backward()
+        clip_grad_value_(model.parameters(), 0.05)
+        optimizer.step()
+        expected.append({n: before[n] - value for n, value in model.state_dict().items()})
+    largest = max(float(change.abs().max()) for change in expected[0].values())
+    assert largest == pytest.approx(0.05)
+    for found in check_ranks(clipped_by_value, str(ranks), parts, config):
+        for one, other in zip(found, expected, strict=True):
+            for name, change in other.items():
+                torch.testing.assert_close(one[name].cpu(), change, rtol=1e-2, atol=2e-3)
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("replicas", "sharded"), [(2, False), (2, True), (4, True)])
 def test_bf16_is_the_same_without_a_scale(replicas: int, sharded: bool) -> None:
@@ -635,6 +703,11 @@ def test_scalers_are_what_the_arguments_say() -> None:
         make_scaler(1.0, True, {"windows": 3})
     with pytest.raises(SMPUsageError, match="scale_factor must be more than 1"):
         make_scaler(1.0, True, {"scale_factor": 0.5})
+    for wrong in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(SMPUsageError, match="static_loss_scale must be positive, not"):
+            make_scaler(wrong, False, {})
+        with pytest.raises(SMPUsageError, match="init_scale must be positive, not"):
+            make_scaler(1.0, True, {"init_scale": wrong})
 
 
 LARGE = 40000.0  # two of these are too large for float16

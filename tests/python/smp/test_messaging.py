@@ -69,6 +69,20 @@ def talk() -> dict[str, Any]:
     assert [float(t[2, 5]) for t in gathered] == [0.0, 1.0, 2.0, 3.0]
     for barrier in (smp.barrier, smp.dp_barrier, smp.mp_barrier, smp.pp_barrier, smp.tp_barrier):
         barrier()
+    # A script may have called torch.set_default_device.
+    with torch.device("meta"):
+        assert smp.allgather(smp.rank(), smp.WORLD) == [0, 1, 2, 3]
+        if smp.pp_rank() == 0:
+            smp.send([1, 2], other, smp.PP_RANK)
+        else:
+            assert smp.recv_from(other, smp.PP_RANK) == [1, 2]
+    for wrong in ("dp", smp.get_dp_process_group(), None):
+        with pytest.raises(SMPUsageError, match=r"barrier takes a kind of groups such as smp\.DP_"):
+            smp.barrier(wrong)
+        with pytest.raises(SMPUsageError, match=r"send takes a kind of groups such as smp\.DP_"):
+            smp.send(1, other, wrong)
+    with pytest.raises(SMPUsageError, match="recv_from takes the number of a rank, not '0'"):
+        smp.recv_from("0", smp.PP_RANK)  # type: ignore[arg-type]
     with pytest.raises(SMPInitializationError, match="there is no rank 7"):
         smp.send(1, 7, smp.MP_RANK)
     with pytest.raises(SMPUsageError, match="cannot send to itself"):

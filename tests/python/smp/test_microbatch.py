@@ -50,6 +50,12 @@ class Named:
     b: Any = None
 
 
+@dataclasses.dataclass
+class Later:
+    a: Any
+    b: Any = dataclasses.field(init=False)  # not set
+
+
 class Sliced:
     def __init__(self, values: list[int]) -> None:
         self.values = values
@@ -68,6 +74,7 @@ class Sliced:
         Pair(torch.zeros(1), 2),
         torch.randn(2, 2).max(dim=0),
         Named(torch.zeros(1)),
+        Later(torch.zeros(1)),
         Output(loss=torch.zeros(()), logits=torch.ones(2)),
         collections.defaultdict(list, {"a": torch.zeros(1)}),
         Encoding({"input_ids": torch.zeros(2), "mask": None}, "here"),
@@ -259,6 +266,27 @@ def test_results_become_outputs_and_lists() -> None:
     assert nothing == [[None] * 4]
     with pytest.raises(TypeError):
         iter(output.loss)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "total", "mean"),
+    [
+        ([True, True, False], torch.bool, 2, 2 / 3),
+        ([200, 100, 3], torch.uint8, None, 101.0),
+        ([40000.0, 40000.0], torch.float16, None, 40000.0),
+        ([1.0, 2.0], torch.float64, 3.0, 1.5),
+        ([1 + 1j, 1 - 1j], torch.complex64, 2, 1),
+    ],
+)
+def test_sums_and_means_of_small_dtypes(
+    values: list[Any], dtype: torch.dtype, total: Any, mean: Any
+) -> None:
+    output = StepOutput([torch.tensor([value, value], dtype=dtype) for value in values])
+    assert output.reduce_mean().tolist() == pytest.approx([mean] * 2)
+    if dtype.is_floating_point or dtype.is_complex:
+        assert output.reduce_mean().dtype == dtype
+    if total is not None:
+        assert output.reduce_sum().tolist() == [total] * 2
 
 
 def test_results_are_detached_if_asked() -> None:

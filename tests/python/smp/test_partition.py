@@ -198,6 +198,34 @@ def test_trace_puts_statistics_back() -> None:
         assert torch.equal(value, before[key])
 
 
+@pytest.mark.parametrize("real", [False, True])
+def test_trace_puts_objects_back(real: bool) -> None:
+    class Cache:
+        """Keeps tensors of modules."""
+
+        def __init__(self) -> None:
+            self.kept: list[torch.Tensor] = []
+            self.last: Any = None
+
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, cache: Cache, more: list[Any]) -> torch.Tensor:
+            cache.kept.append(x)
+            more.append(x)
+            cache.last = self.linear(x)
+            return cache.last  # type: ignore[no-any-return]
+
+    cache, more = Cache(), [Cache()]
+    trace = trace_model(Caching(), (torch.ones(2, 4), cache, more), {}, real)
+    assert trace.how == ("real data" if real else "fake tensors")
+    assert cache.kept == []
+    assert cache.last is None
+    assert len(more) == 1
+
+
 def test_trace_sees_who_uses_whose_parameters() -> None:
     model = make("tied gpt")
     modules = modules_of(model)

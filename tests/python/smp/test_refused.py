@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from ranks import check_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp_smp.errors import SMPMicrobatchError, SMPUsageError
+from smddp_smp.errors import SMPMicrobatchError, SMPPartitionError, SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 
@@ -207,3 +208,274 @@ def test_train_and_eval_in_a_step_are_refused_for_other_ranks() -> None:
                 assert text in found[place], (place, found[place])
             else:
                 torch.testing.assert_close(found[place], expected)
+
+
+def changed(parts: int, what: str) -> str:
+    """Changes a model that is wrapped already; returns the error."""
+    smp.init({"partitions": parts, "microbatches": 2})
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> None:
+        model.backward(model(x).sum())
+
+    net = model.get_module()
+    if "late" in what:
+        train(model, torch.ones(2, 2))
+    if "module" in what:
+        net[1] = nn.Linear(2, 2)
+    else:
+        net[1].weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    wraps = "optimizer" in what
+    with pytest.raises(SMPUsageError if wraps else SMPMicrobatchError) as caught:
+        smp.DistributedOptimizer(optimizer) if wraps else train(model, torch.ones(2, 2))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parts", "what", "text"),
+    [
+        (1, "module, optimizer", "is no parameter of the smp.DistributedModel, or was put into it"),
+        (1, "parameter, optimizer", "or was put into it later"),
+        (2, "module, optimizer", "or was put into it later"),
+        (2, "parameter, late, optimizer", "or was put into it later"),
+        (2, "module", "module '1' was put into the model after smp.DistributedModel"),
+    ],
+)
+def test_models_that_change_after_they_are_wrapped(parts: int, what: str, text: str) -> None:
+    for found in check_ranks(changed, str(parts), parts, what):
+        assert text in found
+
+
+# What the body of a step must not call; False: one process may, with nobody to wait for.
+IN_A_STEP: dict[str, tuple[bool, Callable[[Any, Any, Any], object]]] = {
+    "optimizer.zero_grad()": (True, lambda model, optimizer, scaler: optimizer.zero_grad()),
+    "model.zero_grad()": (True, lambda model, optimizer, scaler: model.zero_grad()),
+    "scaler.unscale_()": (True, lambda model, optimizer, scaler: scaler.unscale_(optimizer)),
+    "scaler.step()": (True, lambda model, optimizer, scaler: scaler.step(optimizer)),
+    "scaler.update()": (True, lambda model, optimizer, scaler: scaler.update()),
+    "smp.save_checkpoint()": (
+        True,
+        lambda model, optimizer, scaler: smp.save_checkpoint("nowhere", "tag", model=model),
+    ),
+    "smp.resume_from_checkpoint()": (
+        True,
+        lambda model, optimizer, scaler: smp.resume_from_checkpoint("nowhere"),
+    ),
+    "model.state_dict()": (False, lambda model, optimizer, scaler: model.state_dict()),
+    "model.load_state_dict()": (
+        False,
+        lambda model, optimizer, scaler: model.load_state_dict({}, strict=False),
+    ),
+    "model.cpu()": (False, lambda model, optimizer, scaler: model.cpu()),
+    "optimizer.state_dict()": (False, lambda model, optimizer, scaler: optimizer.state_dict()),
+    "optimizer.load_state_dict()": (
+        False,
+        lambda model, optimizer, scaler: optimizer.load_state_dict(optimizer.orig_state_dict()),
+    ),
+}
+FP16_ONLY = "optimizer.update_master_grads()"
+
+
+@smp.step
+def misusing(model: Any, optimizer: Any, x: torch.Tensor, scaler: Any) -> str:
+    """Makes calls that belong outside; returns those that have worked."""
+    model.backward(model(x).sum())
+    worked = []
+    calls = dict(IN_A_STEP)
+    if smp.state.cfg.fp16:
+        calls[FP16_ONLY] = True, lambda model, optimizer, scaler: optimizer.update_master_grads()
+    for name, (_, call) in calls.items():
+        text = ""
+        try:
+            call(model, optimizer, scaler)
+        except SMPUsageError as error:
+            text = str(error)
+        if f"{name} has to be outside the function decorated" not in text:
+            worked.append(text or name)
+    return "\n".join(worked)
+
+
+def in_a_step(parts: int, config: dict[str, Any]) -> list[str]:
+    smp.init({"partitions": parts, "microbatches": 2, **config})
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    found: list[Any] = []
+    # Hooks run on all ranks.
+    model.register_post_partition_hook(lambda model, _: found.append(model.state_dict()))
+    model.register_post_step_hook(lambda model, optimizer: optimizer.zero_grad())
+    scaler = smp.amp.GradScaler("cpu")
+    first, second = misusing(model, optimizer, torch.ones(2, 2), scaler)
+    assert first == second
+    assert len(found[0]) == 4
+    assert all(parameter.grad is None for parameter in model.local_parameters())
+    misusing(model, optimizer, torch.ones(2, 2), scaler)
+    assert all(parameter.grad is not None for parameter in model.local_parameters())
+    optimizer.zero_grad()
+    model.zero_grad()
+    return str(first).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("parts", "ranks", "config"),
+    [
+        *[(1, 1, {}), (2, 2, {}), (2, 2, {"fp16": True})],
+        (1, 2, {"ddp": True, "sharded_data_parallel_degree": 2}),
+    ],
+)
+def test_what_is_refused_in_a_step(parts: int, ranks: int, config: dict[str, Any]) -> None:
+    allowed = [name for name, (always, _) in IN_A_STEP.items() if not always]
+    for worked in check_ranks(in_a_step, str(ranks), parts, config):
+        if "sharded_data_parallel_degree" in config:
+            worked = [text for text in worked if "model.cpu() does not work" not in text]
+        assert worked == (allowed if ranks == 1 else [])
+
+
+def unseen() -> None:
+    smp.init({"partitions": 2, "auto_partition": False, "default_partition": 0})
+    first = nn.Linear(2, 2)
+    with smp.partition(1):
+        second = nn.Sequential(nn.Linear(2, 2))
+    model = smp.DistributedModel(nn.Sequential(first, second))
+    change: Any = None
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> None:
+        loss = model(x).sum()
+        if change is not None:
+            change()
+        model.backward(loss + model(x).sum())
+
+    weight = second[0].weight
+    train(model, torch.ones(2, 2))
+    changes: list[tuple[Any, str]] = [
+        (lambda: weight.requires_grad_(False), "requires_grad = False in a step would not"),
+        (lambda: second.requires_grad_(False), "requires_grad = False in a step would not"),
+        (lambda: setattr(weight, "requires_grad", False), "requires_grad = False in a step would"),
+        (lambda: weight.register_hook(print), r"register_hook\(\) in a step would not"),
+        (lambda: second.register_forward_hook(print), "hook was given in this step to module '1',"),
+        (lambda: second[0].register_forward_pre_hook(print), "in this step to module '1.0', which"),
+        (lambda: second[0].register_full_backward_hook(print), "in this step to module '1.0', wh"),
+    ]
+    for change, text in changes:  # noqa: B007  the step uses it
+        with pytest.raises(SMPMicrobatchError, match=text):
+            train(model, torch.ones(2, 2))
+    harmless: list[Any] = [
+        lambda: weight.requires_grad_(),
+        lambda: first.weight.requires_grad_(False),
+        lambda: first.register_forward_hook(lambda *_: None),
+        lambda: torch.ones(1, requires_grad=True).register_hook(print),
+    ]
+    for parts in (second._forward_hooks, second[0]._forward_pre_hooks, second[0]._backward_hooks):
+        parts.clear()
+    for change in harmless:  # noqa: B007
+        train(model, torch.ones(2, 2))
+    # Between steps they are as in torch, on all ranks.
+    change, called = None, []
+    weight.requires_grad_(False)
+    second.register_forward_hook(lambda *_: called.append(1))
+    model.zero_grad()
+    train(model, torch.ones(2, 2))
+    if smp.rank() == 1:
+        assert weight.grad is None
+        assert second[0].bias.grad is not None
+        assert len(called) == 2
+
+
+def test_changes_in_a_step_that_other_ranks_do_not_see_are_refused() -> None:
+    check_ranks(unseen, "2")
+
+
+class OneMemory(nn.Module):
+    """Two parameters share their memory, as old scripts tie weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.middle, self.large = nn.Linear(4, 4), nn.Linear(4, 16)
+        self.last = nn.Linear(4, 4, bias=False)
+        self.last.weight.data = self.first.weight.data
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.middle(self.first(x))
+        return self.last(x + self.large(x).view(-1, 4, 4).sum(1))
+
+
+def tied_by_memory(parts: int, delayed: bool, config: dict[str, Any]) -> Any:
+    smp.init({"partitions": parts, "microbatches": 2, **config})
+    torch.manual_seed(0)
+    with smp.delay_param_initialization(enabled=delayed):
+        module = OneMemory()
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    for step in range(3):
+        optimizer.zero_grad()
+        train(model, torch.linspace(-1, step, 16).view(4, 4))
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+MANUAL = {"auto_partition": False, "default_partition": 0}
+
+
+@pytest.mark.parametrize(
+    ("parts", "delayed", "config"),
+    [
+        *[(1, False, {}), (2, False, {}), (2, True, {}), (2, False, {"skip_tracing": True})],
+        (1, False, {"ddp": True, "shard_optimizer_state": True}),
+    ],
+)
+def test_parameters_of_one_memory_stay_together(
+    parts: int, delayed: bool, config: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = OneMemory()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.linspace(-1, step, 16).view(4, 4)).square().mean().backward()
+        optimizer.step()
+    ranks = "2" if parts == 2 or config else "1"
+    for found in check_ranks(tied_by_memory, ranks, parts, delayed, config):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(found[name], value, msg=name)
+
+
+def torn_apart(config: dict[str, Any]) -> str:
+    smp.init({"microbatches": 2, **config})
+    module = OneMemory()
+
+    def divide() -> None:
+        model = smp.DistributedModel(module)
+        smp.set_partition(module.last, 1)
+        smp.step(lambda model, x: model(x))(model, torch.ones(4, 4))
+
+    with pytest.raises((SMPUsageError, SMPPartitionError)) as caught:
+        divide()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"partitions": 2, **MANUAL}, "'weight' of 'last' is shared with a module of partition 0"),
+        ({"partitions": 2}, "'weight' of 'last' is shared with a module of partition 0"),
+        (
+            {
+                "ddp": True,
+                "sharded_data_parallel_degree": 2,
+                "sdp_param_persistence_threshold": 1,
+            },
+            "parameters 'first.weight' and 'last.weight' share memory",
+        ),
+    ],
+)
+def test_parameters_of_one_memory_cannot_be_divided(config: dict[str, Any], text: str) -> None:
+    for found in check_ranks(torn_apart, "2", config):
+        assert text in found

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from ranks import check_ranks
 from torch import Tensor, nn
+from torch.func import functional_call  # before smp.init, as scripts do
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import smdistributed.modelparallel.torch as smp
@@ -180,6 +181,16 @@ def refused() -> None:
 
     with pytest.raises(SMPMicrobatchError, match=r"torch.autograd.grad cannot return"):
         asks(model, torch.ones(4, 4))
+
+    @smp.step
+    def replaces(model: Any, x: Tensor, part: Any) -> Any:
+        zeros = {name: torch.zeros(p.shape) for name, p in part.named_parameters()}
+        return functional_call(part, zeros, (x,))
+
+    for part in (module, module.last):
+        with pytest.raises(SMPMicrobatchError, match=r"functional_call .*'last\.weight' lives on"):
+            replaces(model, torch.ones(4, 4), part)
+    assert not replaces(model, torch.ones(4, 4), module.first).concat().any()
 
     # With its gradients a value may be returned, too.
     @smp.step(detach_outputs=False)

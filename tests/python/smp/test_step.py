@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -743,6 +745,10 @@ def jobs_one_after_another() -> tuple[list[int], list[int]]:
         del model
         smp.shutdown()
         gc.collect()
+        # Those that were told to end may take a moment.
+        deadline = time.monotonic() + 30
+        while threading.active_count() > 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
         threads.append(threading.active_count())
     executors = [type(one) for one in gc.get_objects() if type(one).__name__ == "Executor"]
     return threads, [len(executors)]
@@ -752,3 +758,72 @@ def test_jobs_one_after_another_leave_no_threads() -> None:
     for threads, (executors,) in check_ranks(jobs_one_after_another, "2"):
         assert len(set(threads)) == 1, threads
         assert executors <= 1
+
+
+class Places(nn.Module):
+    """Notes where a tensor is made that does not say where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.places: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.places.append(torch.ones(1).device.type)
+        return self.linear(x)
+
+
+@smp.step
+def placing(model: Any, x: torch.Tensor) -> str:
+    model.backward(model(x).sum())
+    return torch.ones(1).device.type
+
+
+def placed(pp: int) -> tuple[Any, Any]:
+    smp.init({**MANUAL, "partitions": pp, "microbatches": 1})
+    with smp.partition(pp - 1):
+        last = Places()
+    model = smp.DistributedModel(nn.Sequential(Places(), last))
+    x = torch.ones(2, 4)
+    bodies = placing(model, x)
+    torch.set_default_device("meta")
+    try:
+        bodies += placing(model, x)
+    finally:
+        torch.set_default_device(None)
+    bodies += placing(model, x)
+    assert all(p.grad.device.type == "cpu" for p in model.local_parameters())
+    return bodies, last.places
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_tasks_have_the_default_device_of_the_script(pp: int) -> None:
+    found = check_ranks(placed, str(pp), pp)
+    assert [bodies for bodies, _ in found] == [["cpu", "meta", "cpu"]] * pp
+    assert found[-1][1] == ["cpu", "meta", "cpu"]
+
+
+class Trains:
+    """An object that can be called."""
+
+    def __call__(self, factor: float, model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).sum() * factor
+        model.backward(loss)
+        return loss
+
+
+def functions() -> None:
+    smp.init({**MANUAL, "ddp": False})
+    model = smp.DistributedModel(nn.Linear(4, 4))
+    x = torch.ones(4, 4)
+    for one in (Trains(), functools.partial(Trains().__call__, 2.0)):
+        step = smp.step(one)
+        arguments = (model, x) if isinstance(one, functools.partial) else (2.0, model, x)
+        loss = step(*arguments)
+        assert loss.reduce_sum().item() == pytest.approx(2 * model(x).sum().item())
+        with pytest.raises(SMPUsageError, match=r"smp.step: .*missing a required argument"):
+            step(*arguments[:-1])
+
+
+def test_a_step_function_needs_no_name() -> None:
+    check_ranks(functions, "1")

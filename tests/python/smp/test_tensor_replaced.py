@@ -222,3 +222,43 @@ def test_a_class_of_the_script_is_replaced_as_the_page_says() -> None:
     said, nothing = check_ranks(example_of_the_page, "2")
     assert any("no module that is divided has an option 'gain'" in text for text in said), said
     assert not any("gain" in text for text in nothing)
+
+
+class Listed(nn.Module):
+    """Calls its modules by a list of its own, which smp does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), Block(4)
+        self.order = [self.first, self.second]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.order:
+            x = module(x)
+        return x
+
+
+def listed(size: int) -> None:
+    smp.init({"ddp": True, "tensor_parallel_degree": size})
+    smp.tp_register_with_module(Block, Halves)
+    with smp.tensor_parallelism():
+        module = Listed()
+    original = module.first
+    model = smp.DistributedModel(module)
+    text = r"module 'first' was divided over tensor-parallel ranks .* torch.nn.ModuleList"
+    with pytest.raises(smp.SMPUsageError, match=text):
+        model(torch.ones(2, 4))
+    with pytest.raises(smp.SMPMicrobatchError, match=text):
+        step(model, torch.ones(2, 4))
+    module.order[0] = module.first
+    with pytest.raises(smp.SMPMicrobatchError, match=text.replace("first", "second")):
+        step(model, torch.ones(2, 4))
+    module.order[1] = module.second
+    step(model, torch.ones(2, 4))
+    # A script may compare with the original.
+    assert original(torch.ones(2, 4)).shape == (2, 4)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_calls_of_modules_that_were_replaced_are_refused(size: int) -> None:
+    check_ranks(listed, str(size), size)

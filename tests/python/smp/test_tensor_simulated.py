@@ -459,7 +459,7 @@ class Rank(Executor):
         driver = None
         if self.rank == 0:
             # It was called before, with gradients or not.
-            body = Body(self._body, (), {}, True, trains=case.seed % 2 == 0)
+            body = Body(self._body, "body", (), {}, True, trains=case.seed % 2 == 0)
             numbers = torch.arange(float(case.schedule.microbatches))
             driver = Driver(self, body, case.schedule, (numbers,), {}, self._agree)
         pause(self.source)

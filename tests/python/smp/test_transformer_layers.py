@@ -652,6 +652,12 @@ MISUSE: dict[str, tuple[Any, str]] = {
         )
         for shape in ((1, 3), (1, 1, 1, 2), (1, 2, 1, 3), (1, 1, 2, 3))
     },
+    "score mask of bool": (
+        lambda: DistributedTransformerLayer(2, 4, 8, 8)(
+            (torch.zeros(1, 3, 8), torch.ones(1, 1, 1, 3).bool())
+        ),
+        "attention_mask is added to the scores, and cannot be of bool: pass 0 where .* and -10000",
+    ),
     **{
         f"named argument of {kind.__name__}": (
             lambda kind=kind: kind(num_attention_heads=2)(hidden_states=torch.zeros(1, 2, 1024)),

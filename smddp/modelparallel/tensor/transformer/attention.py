@@ -229,6 +229,7 @@ class DistributedAttentionLayer(HiddenStatesModule):
             mask,
             (batch, 1, everything.shape[1], states.shape[1]),
             "[B, 1, 1 or queries, keys], and is added to the scores",
+            added=True,
         )
         query = self._heads(self.query(everything))
         key, value = self._heads(self.key(states)), self._heads(self.value(states))

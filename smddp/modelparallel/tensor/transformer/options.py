@@ -104,8 +104,10 @@ def unpack(
     return tuple(inputs)
 
 
-def check_mask(owner: str, name: str, mask: Any, shape: tuple[int, ...], text: str) -> None:
-    """Checks the shape of a mask.
+def check_mask(
+    owner: str, name: str, mask: Any, shape: tuple[int, ...], text: str, added: bool = False
+) -> None:
+    """Checks the shape of a mask, and its dtype if it is added to scores.
 
     Args:
         owner: takes it, for the text of an error.
@@ -113,6 +115,7 @@ def check_mask(owner: str, name: str, mask: Any, shape: tuple[int, ...], text: s
         mask: None is right.
         shape: that it has to have; in all dimensions but the last one, it may have 1.
         text: explains the shape: the names of dimensions, and what values mean.
+        added: is it added to scores? True would add 1 to them.
 
     Raises:
         SMPUsageError: it has another one.
@@ -127,6 +130,11 @@ def check_mask(owner: str, name: str, mask: Any, shape: tuple[int, ...], text: s
         or any(own not in (1, wanted) for own, wanted in zip(mask.shape, shape, strict=True))
     ):
         raise SMPUsageError(f"{owner}: {name} has to be {list(shape)}, {text}; it is {found}")
+    if added and mask.dtype == torch.bool:
+        raise SMPUsageError(
+            f"{owner}: {name} is added to the scores, and cannot be of bool: pass 0 where a "
+            f"position is seen, and {MASKED:g} where it is masked"
+        )
 
 
 def check_ids(
