@@ -1,9 +1,10 @@
 // The outcome of one operation: all that the layers above hear of it.
 //
 // Set once, by the thread that owns the engine; read by any. It outlives the group: Work holds a reference. The first
-// error is kept and every waiter gets the same one. Continuations are torch's future and the profiler; log texts call
-// them callbacks. The thread that completed the operation runs them after the result is visible. It then holds no lock
-// and does not own the engine, so a continuation may submit and wait for further operations.
+// error is kept and every waiter gets the same one. Continuations copy staged tensors back, submit the next part of a
+// call, tell the profiler; log texts call them callbacks. The thread that completed the operation runs them after the
+// result is visible. It then holds no lock and does not own the engine, so a continuation may submit and wait for
+// further operations. Code of the user goes from there to Engine::runCallback.
 #pragma once
 
 #include <atomic>

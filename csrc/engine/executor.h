@@ -150,7 +150,8 @@ class Executor {
   bool done_ = true;
   int64_t exchanged_ = 0;  // bytes, with other nodes
   bool hasReceived_ = false;
-  std::deque<Gathered> gathered_;  // as many as the network reads at a time; none when the execution ends
+  // As many as the network reads at a time; none when the execution has ended.
+  std::deque<Gathered> gathered_;
   // Scratch of move(), kept to save allocations.
   std::vector<void*> destinations_;
   std::vector<const void*> sources_;

@@ -1398,6 +1398,8 @@ def test_a_rank_that_saves_the_whole_has_one_whole_parameter_at_a_time(
     for mine, peak in check_ranks(saving_one_by_one, ranks, config, str(tmp_path)):
         # To unite what tensor parallelism divides takes its parts, and the whole.
         copies = 2 if "tensor_parallel_degree" in config else 1
+        # smddp frees what a call has read on a thread of its own, so the one before may still live.
+        copies += 1
         assert peak < mine + copies * weight + 2**14, (mine, peak)
         assert mine + copies * weight < SAVED_LAYERS * weight
     found: dict[str, Tensor] = {}
