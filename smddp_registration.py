@@ -16,7 +16,7 @@ from typing import Any
 
 from smddp_launch import instead_of, is_bare_rank, prepare_rendezvous, print_lines_at_once
 
-__all__ = ["BACKEND_NAME", "names_smddp", "register_backend"]
+__all__ = ["BACKEND_NAME", "leave_groups", "names_smddp", "register_backend"]
 
 BACKEND_NAME = "smddp"
 
@@ -35,7 +35,7 @@ def register_backend(create: Callable[[Any, Any], Any]) -> None:
         return
     dist.Backend.register_backend(BACKEND_NAME, create, extended_api=True, devices=["cpu", "cuda"])
     # Here, so that functions which the script registers run before it, and may still communicate.
-    atexit.register(_leave_groups)
+    atexit.register(leave_groups)
     if "SMDDPRUN" in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ:
         print_lines_at_once()
         # The programs that a rank starts inherit both. Their errors are not those of the rank.
@@ -48,7 +48,8 @@ def register_backend(create: Callable[[Any, Any], Any]) -> None:
         _change_groups(dist, replaced)
 
 
-def _leave_groups() -> None:
+def leave_groups() -> None:
+    """Leaves what groups this process has; when the interpreter ends, `import torch` sees to it."""
     backend = sys.modules.get("smddp.backend")
     if backend is not None:
         backend.leave_at_exit()

@@ -15,6 +15,10 @@ from typing import Any
 __all__ = ["leaving_at_signals", "python_command", "reserved_port", "start_ranks"]
 
 
+# The signals that have come while a rank is being started; None while none is.
+_held: list[int] | None = None
+
+
 @contextlib.contextmanager
 def leaving_at_signals() -> Iterator[None]:
     """Lets SIGTERM and SIGHUP raise SystemExit meanwhile, as Ctrl-C raises KeyboardInterrupt.
@@ -23,7 +27,9 @@ def leaving_at_signals() -> Iterator[None]:
     """
 
     def leave(number: int, _: Any) -> None:
-        raise SystemExit(128 + number)
+        if _held is None:
+            raise SystemExit(128 + number)
+        _held.append(number)  # nobody would know the rank that has just been started
 
     # Those that are ignored stay so, as under nohup. Only the main thread may change any.
     is_main = threading.current_thread() is threading.main_thread()
@@ -86,6 +92,7 @@ def start_ranks(
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(sum(layout)),
     }
+    global _held
     ranks: list[subprocess.Popen[bytes]] = []
     for node, size in enumerate(layout):
         for local in range(size):
@@ -97,9 +104,14 @@ def start_ranks(
             if len(layout) > 1:
                 own["SMDDP_NODE_ID"] = f"node{node}"
             environ = {**common, **own}
+            came = _held = []
             try:
                 ranks.append(subprocess.Popen(command, env=environ, stdout=output, stderr=output))
+                _held = None
+                if came:
+                    raise SystemExit(128 + came[0])
             except BaseException:
+                _held = None
                 for rank in ranks:
                     rank.kill()
                     rank.wait()

@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 from smddp.bench.launch import reserved_port
+from smddp_registration import leave_groups
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -306,6 +307,7 @@ def forget_exit_handlers() -> None:
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+    atexit.register(leave_groups)  # as the import of torch does
 
 
 def _fork(run: _Run) -> list[Outcome]:

@@ -145,7 +145,7 @@ def _hooks() -> list[str]:
 )
 def test_a_hook_that_fails_stops_no_other() -> None:
     for ran in ranks.check_ranks(_hooks, "2"):
-        assert ran[:2] == ["fails", "works"]
+        assert {"fails", "works"} <= set(ran)
 
 
 def _resident() -> int:
