@@ -254,8 +254,8 @@ def _check(seconds: float, warm_seconds: float, warm_steps: int, growth: float) 
         for name in ("heap", "resident"):
             limit = early[name] * (1 + growth) + in_torch
             assert late[name] <= limit, f"rank {rank}, {name}: {samples}"
-        # A thread more than before may be needed when several continuations run at the same time.
-        for name, spare in {"descriptors": 2, "threads": 2, "maps": 10}.items():
+        # Callbacks that wait for Python's interpreter at the same time have a thread each.
+        for name, spare in {"descriptors": 2, "threads": 8, "maps": 30}.items():
             assert late[name] <= early[name] + spare, f"rank {rank}, {name}: {samples}"
 
 
