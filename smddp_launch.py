@@ -109,10 +109,11 @@ def is_shell_of_slurm() -> bool:
 
 def complete_from_launcher() -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where they are absent."""
+    counts = os.environ.get("SLURM_LOCALID") and _tasks_without_step() < 2
     for name in _FROM_LAUNCHERS:
         value = _first_of(_sources(name)) or None
-        if value is None and name == "LOCAL_WORLD_SIZE" and _first_of(["SLURM_LOCALID"]):
-            value = _tasks_of_this_node() if _tasks_without_step() < 2 else None
+        if value is None and name == "LOCAL_WORLD_SIZE" and counts:
+            value = _tasks_of_this_node()
         if value is not None:
             os.environ.setdefault(name, value)
     if local := os.environ.get("LOCAL_RANK"):

@@ -123,17 +123,15 @@ def _list(module: Any) -> int:
     return 0
 
 
+def _plan_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments by which the module knows the plan that was asked for."""
+    names = ("collective", "bytes", "nodes", "root", "shared", "algorithm", "wire")
+    return {name: getattr(options, name) for name in names}
+
+
 def _check(module: Any, options: argparse.Namespace) -> int:
     with ending_at_once():
-        problem: str = module.check_plan(
-            collective=options.collective,
-            bytes=options.bytes,
-            nodes=options.nodes,
-            root=options.root,
-            shared=options.shared,
-            algorithm=options.algorithm,
-            wire=options.wire,
-        )
+        problem: str = module.check_plan(**_plan_of(options))
     if problem:
         print(problem)
         return 1
@@ -181,19 +179,8 @@ def _draw(module: Any, options: argparse.Namespace) -> int:
         count = sum(map(len, layout.nodes))
         if options.root >= count:
             raise ValueError(f"rank {options.root}, the root, is not one of {count} ranks")
-        return [
-            module.print_plan(
-                collective=options.collective,
-                bytes=size.bytes,
-                nodes=layout.nodes,
-                rank=rank,
-                root=options.root,
-                shared=options.shared,
-                algorithm=options.algorithm,
-                wire=options.wire,
-            )
-            for rank in range(count)
-        ]
+        plan = _plan_of(options) | {"bytes": size.bytes, "nodes": layout.nodes}
+        return [module.print_plan(**plan, rank=rank) for rank in range(count)]
 
     size, layout = options.bytes if moves else 0, _layout_text(options.nodes)
     with ending_at_once():
@@ -298,16 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "draw":
             return _draw(module, options)
         with ending_at_once():
-            text: str = module.print_plan(
-                collective=options.collective,
-                bytes=options.bytes,
-                nodes=options.nodes,
-                rank=options.rank,
-                root=options.root,
-                shared=options.shared,
-                algorithm=options.algorithm,
-                wire=options.wire,
-            )
+            text: str = module.print_plan(**_plan_of(options), rank=options.rank)
     except (ValueError, OSError) as error:
         print(f"smddp.plan: {error}", file=sys.stderr)
         return 1

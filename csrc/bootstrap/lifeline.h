@@ -158,7 +158,7 @@ class Lifeline {
   Deadline resumeListening_{0};  // when to accept again after the machine ran out of descriptors
   ConnectionId nextId_ = 2;      // 0 and 1 are the listener and the timer
   Connections connections_;
-  std::map<ProcessId, ConnectionId> byPeer_;  // the connections of known peers
+  std::map<ProcessId, ConnectionId> byPeer_;  // once the process at the other end is known
   std::map<ProcessId, Peer> peers_;
   std::vector<Departure> departures_;  // not yet reported
 };

@@ -22,8 +22,8 @@ namespace smddp::process_group {
 // Threads: any. wait() runs the engine itself where it can; its caller has released the GIL. Outputs that were staged
 // are copied before wait() returns and before the future completes. A call on a device has ended when the copies back
 // are enqueued: wait() and synchronize() block the host until then, and make the current stream wait for the copies.
-// With a future, each stream that uses its value waits for the copies. Callbacks of the future run on a progress thread,
-// or in wait() of this object before it returns, so that a caller who has waited finds the future completed. Holds references to the tensors, the completions
+// With a future, each stream that uses its value waits for the copies. The future's callbacks run on a progress thread, or
+// in wait() of this object. When wait() returns, the future is completed. Holds references to the tensors, the completions
 // and the engine, so it may outlive its process group. Dropping it does not end the operation. After an error, every
 // wait() throws the same one.
 class Work final : public c10d::Work {

@@ -15,12 +15,7 @@ from pathlib import Path
 
 import smddp_launch
 from smddp import _files
-from smddp._local_ranks import (
-    leaving_at_signals,
-    python_command,
-    reserved_port,
-    start_ranks,
-)
+from smddp._local_ranks import leaving_at_signals, python_command, reserved_port, start_ranks
 from smddp.plan import parse_nodes
 
 __all__ = [

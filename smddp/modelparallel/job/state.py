@@ -127,6 +127,15 @@ class State:
                 f"{call} has to be outside the function decorated with smp.step: {why}"
             )
 
+    def refuse_alone_in_step(self, call: str) -> None:
+        """Does the same for a call that all ranks of a divided model have to make.
+
+        Raises:
+            SMPUsageError: see `refuse_in_step`; not if each rank has the whole model.
+        """
+        if self.topology.size_of("mp") > 1 or self.groups.sharding is not None:
+            self.refuse_in_step(call)
+
     def keep(self, thing: Closable) -> None:
         """Keeps an object until `smp.shutdown`, which closes it; one of each class."""
         self._kept[type(thing)] = thing

@@ -277,7 +277,7 @@ class DistributedModel(ModelQueries):
             SMPPeerError: a rank has not called it within the timeout of the process group.
             SMPUsageError: the body of a step calls it, and other ranks have to, too.
         """
-        self._refuse_in_step("model.state_dict()")
+        state.refuse_alone_in_step("model.state_dict()")
         entries = self.runtime.model_state.full(gather_to_rank0)
         if destination is None and not prefix:
             return entries
@@ -312,7 +312,7 @@ class DistributedModel(ModelQueries):
             SMPPeerError: a partial one is loaded, and a rank of the pipeline, or of the sharding
                 group, has not called this.
         """
-        self._refuse_in_step("model.load_state_dict()")
+        state.refuse_alone_in_step("model.load_state_dict()")
         result = self.runtime.model_state.load(state_dict, strict, same_partition_load)
         if self.runtime.stand_ins is not None:
             self.runtime.stand_ins.copy_from_parameters()
@@ -392,11 +392,6 @@ class DistributedModel(ModelQueries):
                 f"{what} does not work with sharded_data_parallel_degree greater than 1: {why}"
             )
 
-    def _refuse_in_step(self, call: str) -> None:
-        """Raises in a step, if several ranks have to make a call; see `State.refuse_in_step`."""
-        if state.topology.size_of("mp") > 1 or self.runtime.sharding is not None:
-            state.refuse_in_step(call)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients on this rank; see nn.Module.
 
@@ -424,7 +419,7 @@ class DistributedModel(ModelQueries):
             SMPUsageError: parameters are sharded.
         """
         self._refuse_with_sharding("model.cpu()", "use model.state_dict() for whole parameters")
-        self._refuse_in_step("model.cpu()")
+        state.refuse_alone_in_step("model.cpu()")
         if self.partitioned:
             self.runtime.model_state.gather_in_place()
         return self

@@ -239,7 +239,7 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
             SMPUsageError: shard_optimizer_state is set, or the body of a step calls it.
             SMPPeerError: a rank has not called it within the timeout of the process group.
         """
-        _refuse_in_step("optimizer.state_dict()")
+        state.refuse_alone_in_step("optimizer.state_dict()")
         return self._smp_state.full()
 
     @staticmethod
@@ -273,7 +273,7 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
             SMPUsageError: parts of a state that was divided over replicas are missing, or the body
                 of a step calls it.
         """
-        _refuse_in_step("optimizer.load_state_dict()")
+        state.refuse_alone_in_step("optimizer.load_state_dict()")
         self._smp_state.load(state_dict)
 
     @staticmethod
@@ -318,11 +318,6 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
     def _param_id_to_index(self: Any) -> Any:
         """Returns the number of each parameter in the state dict, by its id."""
         return self._smp_state.indices()
-
-
-def _refuse_in_step(call: str) -> None:
-    if state.topology.size_of("mp") > 1 or state.groups.sharding is not None:
-        state.refuse_in_step(call)
 
 
 class _State:

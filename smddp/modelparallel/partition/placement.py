@@ -29,14 +29,7 @@ from smddp.modelparallel.pipeline.remote_tensor import (
 from smddp.modelparallel.pipeline.step import Form
 from smddp_smp.errors import SMPPartitionError
 
-__all__ = [
-    "MARKER",
-    "Decision",
-    "Placement",
-    "costs_by_size",
-    "own_bytes",
-    "shared_buffers",
-]
+__all__ = ["MARKER", "Decision", "Placement", "costs_by_size", "own_bytes", "shared_buffers"]
 
 # The key that marks a state dict, of a model or an optimizer, as that of one rank only.
 MARKER = "_smp_is_partial"
