@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from smddp._callbacks import keep_order_of_callbacks
 from smddp._split import check_lists_of_split_group
 from smddp_launch import complete_environment
 from smddp_registration import BACKEND_NAME
@@ -85,6 +86,7 @@ def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
         _warn_of_misspelt_settings(module)
         _user = (os.getpid(), module)
         check_lists_of_split_group()
+        keep_order_of_callbacks(module)
         timeout = options.timeout
         if not isinstance(timeout, timedelta):
             timeout = timedelta(seconds=float(timeout))

@@ -15,6 +15,8 @@
 #include "common/config.h"
 #include "engine/capabilities.h"
 #include "engine/shared_engine.h"
+#include "process_group/call_order.h"
+#include "process_group/comm_tensors.h"
 #include "process_group/device/calls.h"
 #include "process_group/device/gpu_process_group.h"
 #include "process_group/errors.h"
@@ -138,6 +140,28 @@ void bindProcessGroup(py::module& m) {
       py::arg("text"), Release());
 }
 
+void bindCallOrder(py::module& m) {
+  using smddp::process_group::CallOrder;
+  using smddp::process_group::Work;
+  py::class_<CallOrder, std::shared_ptr<CallOrder>>(m, "CallOrder")
+      .def(
+          "run",
+          [](const std::shared_ptr<CallOrder>& order, const py::function& callback,
+             const py::args& arguments) {
+            const CallOrder::Callback scope(order);
+            return callback(*arguments);
+          },
+          py::arg("callback"));
+  // Null for messages, and for calls of other backends.
+  m.def(
+      "order_of",
+      [](const c10::intrusive_ptr<c10d::Work>& work) -> std::shared_ptr<CallOrder> {
+        const auto* ours = dynamic_cast<const Work*>(work.get());
+        return ours == nullptr ? nullptr : ours->order();
+      },
+      py::arg("work"));
+}
+
 void bindMailbox(py::module& m) {
   using smddp::process_group::Mailbox;
   using Release = py::call_guard<py::gil_scoped_release>;
@@ -232,6 +256,7 @@ PYBIND11_MODULE(_C, m) {
   smddp::bindings::bindBareExchange(m);
   smddp::bindings::bindRandomNumber(m);
   bindProcessGroup(m);
+  bindCallOrder(m);
   bindMailbox(m);
   bindMessageCodec(m);
   bindSettings(m);

@@ -107,6 +107,7 @@ void Group::joinAll(const std::vector<bootstrap::Introduction>& introductions,
                     const std::vector<GroupEntry>& entries,
                     const std::vector<std::string>& nodeOfRank) {
   Membership membership{.name = spec_.name,
+                        .ofCallbacks = spec_.ofCallbacks,
                         .group = entries.front().groupId,
                         .topology = plan::Topology::fromNames(nodeOfRank, spec_.me),
                         .peers = {},

@@ -49,6 +49,8 @@ class Group final {
     Rank me = 0;
     int size = 1;
     GroupOptions options = {};
+    // Callbacks of futures make its calls. Its errors say so.
+    bool ofCallbacks = false;
   };
 
   // A group is made in two halves: makeEntry() returns what this rank publishes, join() takes what all ranks have

@@ -40,8 +40,9 @@ std::string Membership::nameOf(Rank rank) const {
 }
 
 Error Membership::failed(const std::string& what, const Error& cause) const {
-  return Error(cause.kind(),
-               fmt::format("smddp: {} failed on rank {}/{}: {}", what, me(), size(), cause.what()));
+  return Error(cause.kind(), fmt::format("smddp: {}{} failed on rank {}/{}: {}", what,
+                                         ofCallbacks ? " (called by a callback of a future)" : "",
+                                         me(), size(), cause.what()));
 }
 
 void Membership::requireSameCall(Rank rank, const transport::CallFingerprint& theirs,

@@ -32,7 +32,8 @@ struct GroupEntry {
 
 struct Membership {
   std::string name;
-  uint64_t group = 0;  // the id of the group, which no other group of any process has
+  bool ofCallbacks = false;  // Group::Spec
+  uint64_t group = 0;        // the id of the group, which no other group of any process has
   // The place for a number of the members, should a group ever change them. Nothing reads it yet; it is always 0.
   uint64_t epoch = 0;
   plan::Topology topology;
@@ -56,6 +57,7 @@ struct Membership {
   // "rank 3 (pid 40122 on ip-10-0-1-7)"
   std::string nameOf(Rank rank) const;
   // `cause` as the user reads it: "smddp: send (group "g") failed on rank 0/4: …" for `what` = "send (group "g")".
+  // If callbacks make the group's calls, it says so.
   Error failed(const std::string& what, const Error& cause) const;
   // Throws Mismatch, which names both calls, unless they are the same.
   void requireSameCall(Rank rank, const transport::CallFingerprint& theirs,

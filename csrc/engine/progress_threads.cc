@@ -63,17 +63,22 @@ void ProgressThreads::runBlocking(std::function<void()> action) {
   run(action);
 }
 
-// A caller that runs the engine never runs these: it might hold a lock, and wants to go on.
+// A caller that runs the engine never runs these: it might hold a lock, and wants to go on. One at a time, because it may
+// wait for what the next one does: that is for a thread that is idle.
 void ProgressThreads::runBlockingActions() {
-  if (!hasBlocking_.load()) return;
-  std::vector<std::function<void()>> actions;
-  {
-    const MutexLock lock(mutex_);
-    actions.swap(blocking_);
-    hasBlocking_.store(false);
+  while (hasBlocking_.load()) {
+    std::function<void()> action;
+    {
+      const MutexLock lock(mutex_);
+      if (blocking_.empty()) return;
+      action = std::move(blocking_.front());
+      blocking_.pop_front();
+      hasBlocking_.store(!blocking_.empty());
+      if (!blocking_.empty()) changed_.notifyOne();
+    }
+    keepOneIdle();
+    run(action);
   }
-  keepOneIdle();
-  for (const auto& action : actions) run(action);
 }
 
 void ProgressThreads::run(const std::function<void()>& action) {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <thread>
@@ -53,7 +54,7 @@ class ProgressThreads {
   ConditionVariable changed_;
   bool isStopping_ SMDDP_GUARDED_BY(mutex_) = false;
   int idle_ SMDDP_GUARDED_BY(mutex_) = 0;  // threads that wait for work
-  std::vector<std::function<void()>> blocking_ SMDDP_GUARDED_BY(mutex_);
+  std::deque<std::function<void()>> blocking_ SMDDP_GUARDED_BY(mutex_);
   std::atomic<bool> hasBlocking_{false};
   std::vector<std::thread> threads_ SMDDP_GUARDED_BY(mutex_);
 };

@@ -109,7 +109,8 @@ intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, engine::Pieces sent,
   }
   auto agreement = newRequest(collectives::Collective::Barrier, options.timeout, /*asyncOp=*/true);
   agreement.partOf = engine::PartOf::AllToAllWithSplits;
-  call.sequence = ++sequence_;
+  call.order = order();
+  call.sequence = ++call.order->sequence;
   const int32_t tag = tagOfCall(call.sequence);
   std::vector<engine::Message> messages;
   // This rank's own block may already be where it belongs.
@@ -195,13 +196,14 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce_sparse(std::vector<at::Tensor>
                    ": torch cannot add sparse tensors of bool");
   // The sum begins at once, so calls that are deferred have to begin before.
   devices_->drain();
-  const uint64_t sequence = ++sequence_;
-  auto sum = std::make_shared<SparseSum>(engine_, group(), tensor, tagOfCall(sequence),
-                                         effectiveTimeout(options.timeout));
   Work::Call call(c10d::OpType::ALLREDUCE, "smddp:sparse_all_reduce", tensors, {tensors});
-  call.sequence = sequence;
+  call.order = order();
+  call.sequence = ++call.order->sequence;
   call.hooks = hooks_;
-  auto work = c10::make_intrusive<Work>(getRank(), engine_, group(), std::move(call));
+  const auto target = call.order->group;
+  auto sum = std::make_shared<SparseSum>(engine_, target, tensor, tagOfCall(call.sequence),
+                                         effectiveTimeout(options.timeout));
+  auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
   translated([&] { work->setOperations({sum->begin()}); });
   noteOpen(*work);
   noteCoalesced(work);

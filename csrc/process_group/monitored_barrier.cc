@@ -99,7 +99,7 @@ void MonitoredBarrier::awaitRanks(Nanoseconds timeout, bool all) const {
 }
 
 void ProcessGroup::monitoredBarrier(const c10d::BarrierOptions& options, bool waitAllRanks) {
-  MonitoredBarrier(engine_, group()).run(effectiveTimeout(options.timeout), waitAllRanks);
+  MonitoredBarrier(engine_, order()->group).run(effectiveTimeout(options.timeout), waitAllRanks);
 }
 
 }  // namespace smddp::process_group

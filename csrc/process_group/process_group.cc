@@ -1,7 +1,5 @@
 #include "process_group/process_group.h"
 
-#include <ATen/EmptyTensor.h>
-
 #include <algorithm>
 #include <deque>
 #include <numeric>
@@ -14,6 +12,7 @@
 #include "engine/split.h"
 #include "engine/wire_choice.h"
 #include "process_group/checks.h"
+#include "process_group/comm_tensors.h"
 #include "process_group/comms_record.h"
 #include "process_group/errors.h"
 #include "process_group/store_adapter.h"
@@ -87,30 +86,10 @@ std::shared_ptr<engine::Engine> sharedEngine() {
   return translated([] { return engine::sharedEngine(); });
 }
 
-at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  if (!options.device().is_cpu()) {
-    notImplemented("communication memory", c10::str("on ", options.device()));
-  }
-  // Refuses negative sizes, as torch.empty does.
-  at::detail::check_size_nonnegative(sizes);
-  const size_t bytes = at::detail::computeStorageNbytesContiguous(
-      sizes, c10::elementSize(c10::typeMetaToScalarType(options.dtype())));
-  try {
-    const auto engine = engine::sharedEngine();
-    const auto memory = engine->tensorMemory();
-    void* block = memory->allocate(std::max<size_t>(bytes, 1));
-    return at::from_blob(
-        block, sizes, [memory](void* freed) { memory->free(freed); }, options);
-  } catch (const Error& error) {
-    TORCH_WARN_ONCE("smddp: no communication memory, ordinary memory is used instead (slower): ",
-                    error.what());
-    return at::empty(sizes, options);
-  }
-}
-
 ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls> devices)
     : Backend(creation.rank, creation.size),
       engine_(engineFor(creation)),
+      store_(creation.store),
       timeoutMs_(creation.timeout.count()),
       globalRanks_(creation.ranksOfWorld),
       devices_(std::move(devices)) {
@@ -125,6 +104,7 @@ ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls
                                   effectiveTimeout(creation.timeout), knownMembersOf(creation));
     engine::chooseWire(*engine_, group_, effectiveTimeout(creation.timeout));
   });
+  calls_.emplace(engine_, group_);
   if (isWorld(creation)) {
     const std::lock_guard lock(worldSlot().mutex);
     worldSlot().group = group_;
@@ -140,6 +120,7 @@ ProcessGroup::ProcessGroup(std::shared_ptr<engine::Group> group, std::chrono::mi
       group_(std::move(group)),
       timeoutMs_(timeout.count()),
       devices_(std::move(devices)) {
+  calls_.emplace(engine_, group_);
   devices_->attach(engine_, group_);
   init();
 }
@@ -175,7 +156,7 @@ void ProcessGroup::abortBecause(const std::string& reason) {
   if (hasLeft_) return;
   const auto text =
       fmt::format("rank {} called abort(){}{}", getRank(), reason.empty() ? "" : ": ", reason);
-  engine_->abort(*group_, text);
+  for (const auto& group : calls_->groups()) engine_->abort(*group, text);
   devices_->close(Error(ErrorKind::Aborted, text));
   // Last: a dump of torch's Flight Recorder may take seconds, and the other ranks wait for this one.
   hooks_->abort.run();
@@ -189,7 +170,10 @@ void ProcessGroup::shutdown() {
       const std::lock_guard lock(partsMutex_);
       parts.swap(openParts_);
     }
-    engine_->waitForOpenCalls(*group_, parts);
+    const auto groups = calls_->groups();
+    for (const auto& group : groups) {
+      engine_->waitForOpenCalls(*group, group == group_ ? parts : decltype(parts)());
+    }
   } catch (...) {
     // A signal has ended the wait.
     leave();
@@ -203,7 +187,7 @@ void ProcessGroup::leave() {
   hasLeft_.store(true);
   coalescing().erase(this);
   devices_->close(Error(ErrorKind::Aborted, "the process group has been destroyed"));
-  engine_->destroyGroup(group_);
+  for (const auto& group : calls_->groups()) engine_->destroyGroup(group);
 }
 
 std::shared_ptr<engine::Group> ProcessGroup::group() const {
@@ -213,17 +197,39 @@ std::shared_ptr<engine::Group> ProcessGroup::group() const {
   return group_;
 }
 
+std::shared_ptr<CallOrder> ProcessGroup::order() {
+  const auto parent = group();
+  // Without a store the ranks have no place to meet. Then callbacks must not make calls that the script makes, too.
+  if (!store_) return calls_->script();
+  return calls_->current([&](const std::string& name) {
+    engine::Group::Spec spec = parent->spec();
+    spec.name = name;
+    spec.ofCallbacks = true;
+    std::vector<Rank> all(static_cast<size_t>(getSize()));
+    std::iota(all.begin(), all.end(), 0);
+    const Nanoseconds timeout = effectiveTimeout(c10d::kUnsetTimeout);
+    return translated([&] {
+      StoreAdapter adapter(store_);
+      auto made = engine_->createGroup(adapter, spec, timeout, {parent, std::move(all)});
+      engine::chooseWire(*engine_, made, timeout);
+      return made;
+    });
+  });
+}
+
 intrusive_ptr<c10d::Backend> ProcessGroup::split(
     const intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
     const intrusive_ptr<c10d::Backend::Options>& options) {
   const auto [group, timeout] = splitEngineGroup(store, ranks, options);
   if (!group) return nullptr;
   auto child = c10::make_intrusive<ProcessGroup>(group, timeout, devices_->forSplit());
-  child->takeRanksOf(*this, ranks);
+  child->becomePartOf(*this, ranks, store);
   return child;
 }
 
-void ProcessGroup::takeRanksOf(const ProcessGroup& parent, const std::vector<int>& ranks) {
+void ProcessGroup::becomePartOf(const ProcessGroup& parent, const std::vector<int>& ranks,
+                                const intrusive_ptr<c10d::Store>& store) {
+  store_ = store;
   for (const int rank : ranks) {
     globalRanks_.push_back(parent.globalRanks_.at(static_cast<size_t>(rank)));
   }
@@ -293,7 +299,10 @@ void ProcessGroup::addResidual(Request& request, at::TensorList inputs) {
 
 intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> requests,
                                          std::vector<engine::Message> messages) {
-  if (!requests.empty() && call.sequence == 0) call.sequence = ++sequence_;
+  // Calls on a device begin when it has filled their buffers, and in one order.
+  const bool isDeferred = call.staging.device() || devices_->busy();
+  if (!requests.empty() && !call.order) call.order = isDeferred ? calls_->script() : order();
+  if (!requests.empty() && call.sequence == 0) call.sequence = ++call.order->sequence;
   // What torch's macro does before it looks for a profiler takes longer than a small call.
   if (!at::hasCallbacks()) {
     return submitUnrecorded(std::move(call), std::move(requests), std::move(messages));
@@ -310,7 +319,8 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
 
 intrusive_ptr<Work> ProcessGroup::submitUnrecorded(Work::Call call, std::vector<Request> requests,
                                                    std::vector<engine::Message> messages) {
-  const auto target = group();
+  // For messages too, this throws if the group has been destroyed.
+  const auto target = call.order ? call.order->group : group();
   call.hooks = hooks_;
   if (call.staging.device() || devices_->busy()) {
     auto work = devices_->submit(std::move(call), std::move(requests), std::move(messages));
@@ -376,7 +386,11 @@ intrusive_ptr<c10d::Work> ProcessGroup::endCoalescing() {
   for (const auto& part : call.parts) {
     completions.insert(completions.end(), part->completions().begin(), part->completions().end());
   }
-  auto work = c10::make_intrusive<Work>(getRank(), engine_, group(), std::move(call));
+  const bool isOrdered = std::all_of(call.parts.begin(), call.parts.end(),
+                                     [](const auto& part) { return part->order() != nullptr; });
+  if (isOrdered && !call.parts.empty()) call.order = call.parts.front()->order();
+  const auto target = call.order ? call.order->group : group();
+  auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
   work->setOperations(std::move(completions));
   return work;
 }

@@ -1,6 +1,7 @@
 // c10d::Backend "smddp": checks a call, describes it as a Request, submits it, returns a Work.
 //
-// Threads: any; calls of one group must come in the same order on all ranks, as everywhere in c10d.
+// Threads: any; calls of one group must come in the same order on all ranks, as everywhere in c10d. Those that callbacks of
+// futures make have an order of their own (call_order.h).
 // Ends with shutdown() (destroy_process_group), which waits for what is in flight, or with the destructor, which does
 // not wait for other ranks. Both are idempotent.
 // Errors: a call that makes no sense throws before anything moves (ValueError, TypeError, NotImplementedError); the
@@ -13,11 +14,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "engine/engine.h"
+#include "process_group/call_order.h"
 #include "process_group/device_calls.h"
 #include "process_group/residuals.h"
 #include "process_group/work.h"
@@ -30,10 +33,6 @@ std::shared_ptr<engine::Engine> sharedEngine();
 // Tells the other ranks of a group why this one does not come. Throws nothing.
 void reportTrouble(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank,
                    const Error& error);
-
-// A tensor in communication memory (docs/architecture.md, Memory). If there is no room: an ordinary one, and one
-// warning. CPU only.
-at::Tensor emptyTensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 class ProcessGroup : public c10d::Backend {
  public:
@@ -58,7 +57,7 @@ class ProcessGroup : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override;
   void setTimeout(std::chrono::milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return sequence_.load(); }
+  uint64_t getSequenceNumberForGroup() override { return calls_->script()->sequence; }
   c10d::ErrorType getError() override;
   void abort() override { abortBecause({}); }
   // As abort(); the errors of all ranks end with the reason, if there is one.
@@ -153,6 +152,8 @@ class ProcessGroup : public c10d::Backend {
  protected:
   // Throws when the group has been destroyed.
   std::shared_ptr<engine::Group> group() const;
+  // In which a collective that this thread makes now has its place. Throws as group().
+  std::shared_ptr<CallOrder> order();
   // Ends the group without waiting for anybody: what is in flight ends with Aborted.
   void leave();
   // Whether shutdown() has been called, or the group is being destroyed.
@@ -165,8 +166,9 @@ class ProcessGroup : public c10d::Backend {
   std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> splitEngineGroup(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<c10d::Backend::Options>& options);
-  // This group was split off `parent`, and has these ranks of it.
-  void takeRanksOf(const ProcessGroup& parent, const std::vector<int>& ranks);
+  // This group was split off `parent`, and has these ranks of it, who can also meet in `store`.
+  void becomePartOf(const ProcessGroup& parent, const std::vector<int>& ranks,
+                    const c10::intrusive_ptr<c10d::Store>& store);
 
  private:
   friend class Mailbox;  // sends messages without a Work
@@ -204,9 +206,11 @@ class ProcessGroup : public c10d::Backend {
 
   const std::shared_ptr<engine::Engine> engine_;
   std::shared_ptr<engine::Group> group_;
+  std::optional<CallOrders> calls_;
+  c10::intrusive_ptr<c10d::Store>
+      store_;                          // in which the ranks meet for further orders; may be null
   std::atomic<bool> isEnding_{false};  // takes no calls; those in flight may still end
   std::atomic<bool> hasLeft_{false};
-  std::atomic<uint64_t> sequence_{0};
   std::atomic<int64_t> timeoutMs_;
   std::vector<int> globalRanks_;  // for the profiler
   const std::unique_ptr<DeviceCalls> devices_;

@@ -40,7 +40,7 @@ void Work::setOperations(std::vector<engine::CompletionPtr> completions) {
   // A profiler's range must end, and staged tensors must get their values, when the operation ends, not when somebody
   // asks.
   if (!recordFunctionEndCallback_ && !call_.staging.copiesBack() && start_ == 0) return;
-  whenDone([this] {
+  whenEnded([this] {
     settle();
     if (recordFunctionEndCallback_) c10d::Work::finish(exception());
     if (start_ != 0) report();
@@ -52,8 +52,8 @@ void Work::report() {
   if (firstError() == nullptr) call_.hooks->completion.run(completionKey_, milliseconds_);
 }
 
-void Work::whenDone(std::function<void()> action) {
-  if (allDone()) {
+void Work::whenEnded(std::function<void()> action) {
+  if (hasEnded()) {
     action();
     return;
   }
@@ -98,7 +98,7 @@ std::vector<DeviceCall*> Work::deviceCalls() const {
   return all;
 }
 
-bool Work::allDone() const {
+bool Work::hasEnded() const {
   return std::all_of(completions_.begin(), completions_.end(),
                      [](const auto& completion) { return completion->done(); });
 }
@@ -115,7 +115,7 @@ const Error* Work::firstError() const {
 }
 
 bool Work::isCompleted() {
-  if (!allDone()) return false;
+  if (!hasEnded()) return false;
   settle();
   if (const auto future = futureIfAny(); future && !future->completed()) return false;
   const auto all = deviceCalls();
@@ -128,7 +128,7 @@ float Work::getDuration() const {
   return milliseconds_;
 }
 
-bool Work::isSuccess() const { return allDone() && firstError() == nullptr; }
+bool Work::isSuccess() const { return hasEnded() && firstError() == nullptr; }
 
 std::exception_ptr Work::exception() const {
   const Error* error = firstError();
@@ -141,7 +141,7 @@ int Work::sourceRank() const {
 }
 
 std::vector<at::Tensor> Work::result() {
-  TORCH_CHECK(allDone(), "Work needs to be completed before calling result()");
+  TORCH_CHECK(hasEnded(), "Work needs to be completed before calling result()");
   settle();
   TORCH_CHECK(call_.outputs.size() <= 1, "result() is for calls with one list of outputs");
   return call_.outputs.empty() ? std::vector<at::Tensor>{} : call_.outputs.front();
@@ -176,6 +176,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
       // Another thread may be about to complete it.
       future->wait();
     }
+    hasWaited_ = true;
     if (const Error* error = firstError()) {
       // Before the caller hears of it, because its process may end then.
       if (call_.hooks) call_.hooks->abort.run();
@@ -228,14 +229,17 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
     }
   }
   if (!isNew) return future_;
-  if (allDone()) {
+  const auto self = c10::intrusive_ptr<Work>::unsafe_reclaim_from_nonowning(this);
+  if (hasWaited_) {
     finishFuture();
-    return future_;
+  } else if (call_.order) {
+    if (!call_.order->futures->add(self)) finishFuture();
+  } else if (hasEnded()) {
+    finishFuture();
+  } else {
+    // Its callbacks may wait for a lock that a thread holds in a call.
+    whenEnded([self] { self->engine_->runCallback([self] { self->finishFuture(); }); });
   }
-  // Its callbacks may wait for a lock that a thread holds in a call.
-  whenDone([self = c10::intrusive_ptr<Work>::unsafe_reclaim_from_nonowning(this)] {
-    self->engine_->runCallback([self] { self->finishFuture(); });
-  });
   return future_;
 }
 

@@ -12,6 +12,7 @@
 
 #include "engine/completion.h"
 #include "engine/engine.h"
+#include "process_group/call_order.h"
 #include "process_group/hooks.h"
 #include "process_group/staging.h"
 
@@ -22,8 +23,9 @@ namespace smddp::process_group {
 // Threads: any. wait() runs the engine itself where it can; its caller has released the GIL. Outputs that were staged
 // are copied before wait() returns and before the future completes. A call on a device has ended when the copies back
 // are enqueued: wait() and synchronize() block the host until then, and make the current stream wait for the copies.
-// With a future, each stream that uses its value waits for the copies. The future's callbacks run on a progress thread, or
-// in wait() of this object. When wait() returns, the future is completed. Holds references to the tensors, the completions
+// With a future, each stream that uses its value waits for the copies. The future's callbacks run on a progress thread,
+// after those of the calls before it (call_order.h), or in wait() of this object. When wait() returns, the future is
+// completed. Holds references to the tensors, the completions
 // and the engine, so it may outlive its process group. Dropping it does not end the operation. After an error, every
 // wait() throws the same one.
 class Work final : public c10d::Work {
@@ -49,6 +51,8 @@ class Work final : public c10d::Work {
     std::shared_ptr<const Hooks> hooks;
     // Copies of tensors that cannot be used where they lie.
     Staging staging;
+    // In which it was made; null for messages, which have no order.
+    std::shared_ptr<CallOrder> order;
     // The calls between startCoalescing() and endCoalescing(), of the Work that the latter returns.
     std::vector<c10::intrusive_ptr<Work>> parts;
   };
@@ -77,6 +81,15 @@ class Work final : public c10d::Work {
   // No other Work of this process has it.
   uint64_t completionKey() const { return completionKey_; }
 
+  // Null for messages.
+  const std::shared_ptr<CallOrder>& order() const { return call_.order; }
+  // Whether all operations have ended.
+  bool hasEnded() const;
+  // Runs `action` once they have, on the thread that sees the last one end; at once if they have.
+  void whenEnded(std::function<void()> action);
+  // Completes the future, after the last operation of the call. The first thread that comes does it, and runs the
+  // future's callbacks.
+  void finishFuture();
   // The completions of the call's operations.
   const std::vector<engine::CompletionPtr>& completions() const { return completions_; }
   // A reference to the tensors of the call.
@@ -85,11 +98,8 @@ class Work final : public c10d::Work {
   void release_resources() override { call_ = Call(); }
 
  private:
-  bool allDone() const;
   // What is on a device: of this call, and of its parts.
   std::vector<DeviceCall*> deviceCalls() const;
-  // Runs `action` once all operations have ended, on the thread that sees the last one end.
-  void whenDone(std::function<void()> action);
   // After the operations have ended, the first thread that comes copies what was staged; the others wait for it.
   void settle();
   const Error* firstError() const;
@@ -97,9 +107,6 @@ class Work final : public c10d::Work {
   void report();
   c10::intrusive_ptr<c10::ivalue::Future> futureIfAny() const;
   at::IValue futureValue() const;
-  // Completes the future, after the last operation of the call. The first thread that comes does it, and runs the
-  // future's callbacks.
-  void finishFuture();
 
   const std::shared_ptr<engine::Engine> engine_;
   const std::shared_ptr<engine::Group> group_;
@@ -112,6 +119,7 @@ class Work final : public c10d::Work {
   std::optional<Error> copyError_;  // written within settled_; read when copyFailed_
   std::atomic<bool> copyFailed_{false};
   std::atomic<bool> isFutureTaken_{false};  // by the thread that completes it
+  std::atomic<bool> hasWaited_{false};      // wait() has returned
   mutable std::mutex futureMutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by futureMutex_; made when asked for
 };

@@ -212,3 +212,51 @@ def test_more_memory_than_there_is() -> None:
     for outcome in ranks.run_ranks(_too_much, "2"):
         assert outcome.status == 0, str(outcome)
         assert "no communication memory, ordinary memory is used instead" in outcome.stderr
+
+
+def _change_sizes() -> None:
+    with ranks.job():
+        for grow, make in ((True, smddp.empty), (False, smddp.empty), (True, torch.empty)):
+            tensor = make(1000).fill_(dist.get_rank() + 1)
+            tensor.resize_(100_000 if grow else 10)
+            assert (tensor[:1000] == dist.get_rank() + 1).all()
+            tensor[1000:] = 1.0
+            dist.all_reduce(tensor)
+            assert (tensor[:1000] == 3).all()
+            assert (tensor[1000:] == 2).all()
+            tensor.untyped_storage().resize_(0)
+            assert tensor.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize("layout", ["2", "1+1"])
+def test_storages_in_communication_memory_change_their_size(layout: str) -> None:
+    ranks.check_ranks(_change_sizes, layout)
+
+
+def _pad(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """A hook that makes the bucket longer, so that it can be divided among the ranks."""
+    grads, size = bucket.buffer(), dist.get_world_size()
+    count = grads.numel()
+    grads.resize_(count + 1000)
+    grads[count:] = 0
+    work = dist.all_reduce(grads.div_(size), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0][:count])  # type: ignore[no-any-return]
+
+
+_pad.__annotations__.clear()  # torch compares them, and they are texts here
+
+
+def _train_padded() -> None:
+    with ranks.job():
+
+        def padded(model: nn.Module) -> nn.Module:
+            wrapped = DistributedDataParallel(model, bucket_cap_mb=0.06)
+            wrapped.register_comm_hook(None, _pad)
+            return wrapped
+
+        for one, two in zip(_train(padded), _train(DistributedDataParallel), strict=True):
+            torch.testing.assert_close(one, two)
+
+
+def test_hooks_may_make_buckets_longer() -> None:
+    ranks.check_ranks(_train_padded, "2")

@@ -191,7 +191,7 @@ intrusive_ptr<c10d::Backend> GpuProcessGroup::split(
   if (!group) return nullptr;
   auto child = c10::make_intrusive<GpuProcessGroup>(group, timeout, store, support_);
   child->parentsDevice_ = boundDevice();
-  child->takeRanksOf(*this, ranks);
+  child->becomePartOf(*this, ranks, store);
   return child;
 }
 
