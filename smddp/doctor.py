@@ -53,12 +53,11 @@ _SIGNS = {_OK: "✓", _WARNING: "!", _FAULT: "✗"}
 # A group of 64 ranks on one node, with other nodes (docs/troubleshooting.md).
 _ENOUGH_FILES = 1024
 _ENOUGH_SHARED = 256 << 20
+_ENOUGH_THREADS = 100  # torch starts one or more for each core, smddp some for each rank
 _CHECKED_BYTES = 16 << 20
 _WAIT = timedelta(seconds=20)
 _SYS = Path("/sys")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_OWN_GROUP, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-_RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")  # in memory.stat
 _SHOWN = 8  # how many pairs of hosts that do not connect are named
 CARDS = {"efa": "efa", "hfi1": "opx", "mlx5": "verbs", "bnxt_re": "verbs", "irdma": "verbs"}
 """Driver of a card that bypasses the kernel -> libfabric's provider for it."""
@@ -109,32 +108,20 @@ def _instructions() -> Finding:
     return Finding("processor", _OK, f"sums use {simd}")
 
 
-def _control_groups(controller: str = "") -> list[Path]:
-    """Returns the folders of this process's control groups (cgroups(7)).
-
-    That of the process comes first, then those around it. The limits of all of them count: Slurm
-    limits a job, and none of its tasks. In a container, the first may be known to the host only.
-
-    Args:
-        controller: of version 1, which has groups for each; "" means version 2.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        for line in _OWN_GROUP.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controller in controllers.split(","):
-                folder = _GROUPS / controller / path.lstrip("/")
-                return [folder, *folder.parents]
-    return []
+def _control_groups() -> Any:
+    """Returns this process's control groups, as the engine sees them."""
+    return _load.load().ControlGroups()
 
 
 def _quota() -> float | None:
     """Returns how many cores the control groups may use; None without a limit."""
     quotas = []
-    for folder in _control_groups():
+    groups = _control_groups()
+    for folder in map(Path, groups.folders("")):
         with contextlib.suppress(OSError, ValueError):
             quota, period = map(int, (folder / "cpu.max").read_text().split())
             quotas.append(quota / period)
-    for folder in _control_groups("cpu"):
+    for folder in map(Path, groups.folders("cpu")):
         with contextlib.suppress(OSError, ValueError):
             quota = int((folder / "cpu.cfs_quota_us").read_text())
             if quota > 0:  # -1: there is no limit
@@ -227,35 +214,20 @@ def _memory() -> Iterator[Finding]:
         yield Finding(
             "address space", _WARNING, f"the limit is {space >> 30} GiB", "ulimit -v unlimited"
         )
-    available = _available_memory()
-    if available < _ENOUGH_SHARED:
+    available = _control_groups().available_memory()
+    if available is not None and available < _ENOUGH_SHARED:
         yield Finding(
             "memory", _FAULT, f"{available >> 20} MiB are available",
             "raise the memory limit of the container, or lower SMDDP_POOL_BYTES",
         )  # fmt: skip
-    else:
+    elif available is not None:
         yield Finding("memory", _OK, f"{available / 2**30:.1f} GiB are available")
-
-
-def _available_memory() -> int:
-    """Returns the bytes that this process may still use, as far as the kernel tells."""
-    text = Path("/proc/meminfo").read_text()
-    available = int(text.partition("MemAvailable:")[2].split()[0]) << 10
-    for controller, most, now, prefix in (
-        ("", "memory.max", "memory.current", ""),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ):
-        for folder in _control_groups(controller):
-            with contextlib.suppress(OSError, ValueError):
-                limit = int((folder / most).read_text())
-                used = int((folder / now).read_text())
-                # The kernel gives these up as soon as memory is needed. Reading files fills a
-                # group.
-                words = (folder / "memory.stat").read_text().split()
-                counts = dict(zip(words[::2], map(int, words[1::2]), strict=True))
-                freed = sum(counts.get(prefix + name, 0) for name in _RECLAIMABLE)
-                available = min(available, limit - used + freed)
-    return available
+    threads = _control_groups().available_threads()
+    if threads is not None and threads < _ENOUGH_THREADS:
+        yield Finding(
+            "threads", _FAULT, f"{plural(threads, 'thread')} more may be started",
+            "raise the limit on processes of the container or job (pids.max, --pids-limit)",
+        )  # fmt: skip
 
 
 def _providers_of_cards() -> set[str]:

@@ -13,6 +13,7 @@
 #include "bindings/plan_tool.h"
 #include "bindings/random_number.h"
 #include "common/config.h"
+#include "common/control_groups.h"
 #include "engine/capabilities.h"
 #include "engine/shared_engine.h"
 #include "process_group/call_order.h"
@@ -238,6 +239,22 @@ void bindSettings(py::module& m) {
     }
     return rows;
   });
+  using smddp::ControlGroups;
+  py::class_<ControlGroups>(m, "ControlGroups")
+      .def(py::init([](const std::string& own, const std::string& groups) {
+             return ControlGroups(own, groups);
+           }),
+           py::arg("own") = "/proc/self/cgroup", py::arg("groups") = "/sys/fs/cgroup")
+      .def(
+          "folders",
+          [](const ControlGroups& groups, const std::string& controller) {
+            std::vector<std::string> paths;
+            for (const auto& path : groups.folders(controller)) paths.push_back(path.string());
+            return paths;
+          },
+          py::arg("controller"))
+      .def("available_memory", &ControlGroups::availableMemory)
+      .def("available_threads", &ControlGroups::availableThreads);
   m.def("address_for_peers", &smddp::engine::addressForPeers);
   m.def("build_info", [] {
     const auto able = smddp::engine::capabilities();

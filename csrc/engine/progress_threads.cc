@@ -5,6 +5,7 @@
 #include <system_error>
 #include <utility>
 
+#include "common/error.h"
 #include "common/log.h"
 #include "engine/progress.h"
 #include "transport/shm/liveness.h"
@@ -19,10 +20,17 @@ constexpr size_t kMaxThreads = 64;
 
 void ProgressThreads::start(std::shared_ptr<transport::shm::Slab> slab) {
   const MutexLock lock(mutex_);
-  threads_.emplace_back([this, slab = std::move(slab)] {
-    const transport::shm::Lifeline lifeline(slab);
-    loop();
-  });
+  try {
+    threads_.emplace_back([this, slab = std::move(slab)] {
+      const transport::shm::Lifeline lifeline(slab);
+      loop();
+    });
+  } catch (const std::system_error& error) {
+    raise(ErrorKind::Resource,
+          "no thread can be started ({}); raise the limit on processes (ulimit -u; pids.max of the "
+          "container or job)",
+          error.what());
+  }
 }
 
 void ProgressThreads::beginStop() {

@@ -20,7 +20,7 @@ import interpreters
 import programs
 import pytest
 
-from smddp import _local_ranks, doctor
+from smddp import _C, _local_ranks, doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -138,17 +138,21 @@ def test_limits_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "job/memory.max": "1000", "job/memory.current": "990",
         "job/memory.stat": "anon 90\nactive_file 500\ninactive_file 300\nslab_reclaimable 20\n",
         "job/cpu.max": "150000 100000", "job/task/cpu.max": "max 100000",
-        "job/task/memory.max": "max",
+        "job/task/memory.max": "max", "job/task/memory.current": "980",
+        "job/pids.max": "10", "job/pids.current": "3", "job/task/pids.max": "max",
     }  # fmt: skip
     (tmp_path / "job/task").mkdir(parents=True)
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(doctor, "_OWN_GROUP", tmp_path / "own")
-    monkeypatch.setattr(doctor, "_GROUPS", tmp_path)
-    assert doctor._available_memory() == 1000 - 990 + 820
+    groups = _C.ControlGroups(str(tmp_path / "own"), str(tmp_path))
+    monkeypatch.setattr(doctor, "_control_groups", lambda: groups)
+    assert groups.available_memory() == 1000 - 990 + 820
+    assert groups.available_threads() == 7
     assert doctor._quota() == 1.5
+    assert {finding.check: finding.state for finding in doctor._memory()}["threads"] == "fault"
     (tmp_path / "own").unlink()
-    assert doctor._available_memory() > 1 << 20
+    assert groups.available_memory() > 1 << 20
+    assert groups.available_threads() is None
     assert doctor._quota() is None
 
 
@@ -157,21 +161,24 @@ def test_limits_of_control_groups_of_version_1(
 ) -> None:
     """In a container, only the host knows the group that is named."""
     (tmp_path / "own").write_text(
-        "4:cpu,cpuacct:/docker/abc\n3:memory:/docker/abc\n2:name=systemd:/docker\n0::/\n"
+        "5:pids:/docker/abc\n4:cpu,cpuacct:/docker/abc\n3:memory:/docker/abc\n"
+        "2:name=systemd:/docker\n0::/\n"
     )
     files = {
         "memory/memory.limit_in_bytes": "1000", "memory/memory.usage_in_bytes": "990",
         "memory/memory.stat": "active_file 1\ntotal_active_file 500\ntotal_inactive_file 300\n",
         "cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000",
         "memory/docker/memory.limit_in_bytes": "9223372036854771712",
+        "pids/pids.max": "max", "pids/docker/pids.max": "10", "pids/docker/pids.current": "5",
         "memory/docker/memory.usage_in_bytes": "1", "memory/docker/memory.stat": "",
     }  # fmt: skip
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(doctor, "_OWN_GROUP", tmp_path / "own")
-    monkeypatch.setattr(doctor, "_GROUPS", tmp_path)
-    assert doctor._available_memory() == 1000 - 990 + 800
+    groups = _C.ControlGroups(str(tmp_path / "own"), str(tmp_path))
+    monkeypatch.setattr(doctor, "_control_groups", lambda: groups)
+    assert groups.available_memory() == 1000 - 990 + 800
+    assert groups.available_threads() == 5
     assert doctor._quota() == 1.5
     (tmp_path / "cpu/cpu.cfs_quota_us").write_text("-1")
     assert doctor._quota() is None

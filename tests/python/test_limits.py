@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 import smddp._load
 import smddp.env
+from smddp import _C
 
 pytestmark = pytest.mark.multiprocess
 
@@ -147,3 +149,86 @@ def _in_small_shared_memory() -> float:
 @pytest.mark.parametrize("layout", ["2", "1+1"])
 def test_the_size_of_dev_shm_does_not_matter(layout: str) -> None:
     assert ranks.check_ranks(_in_small_shared_memory, layout) == [2.0, 2.0]
+
+
+@contextlib.contextmanager
+def _control_group(limits: dict[str, dict[str, int]]) -> Iterator[Path]:
+    """Makes a control group with limits, and yields its file for processes; skips where it may not.
+
+    Args:
+        limits: for each controller the limits, by the name of the file of version 1; that of
+            version 2, which has one folder for all, is "memory.max" or "pids.max".
+    """
+    ((controller, files),) = limits.items()
+    ours = next(iter(_C.ControlGroups().folders(controller)), None)
+    if ours is not None:
+        around = Path(ours)
+    else:
+        around, files = Path("/sys/fs/cgroup"), {f"{controller}.max": next(iter(files.values()))}
+    folder = around / f"smddp-test-{os.getpid()}"
+    try:
+        if ours is None:
+            (around / "cgroup.subtree_control").write_text(f"+{controller}")
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        try:
+            for name, limit in files.items():
+                (folder / name).write_text(str(limit))
+        except OSError as error:
+            pytest.skip(f"no limit can be set here: {error}")
+        yield folder / "cgroup.procs"
+    finally:
+        # The ranks have ended; the kernel may need a moment to see it.
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+                break
+            time.sleep(0.02)
+
+
+def _with_few_threads(members: Path) -> tuple[str, str]:
+    """Returns class and text of the error where rank POOR has limits."""
+    if int(os.environ["RANK"]) == POOR:
+        members.write_text(str(os.getpid()))
+    try:
+        dist.init_process_group("smddp", timeout=timedelta(seconds=15))
+        dist.all_reduce(torch.ones(100_000))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _takes_tensors(members: Path) -> int:
+    """Returns how many bytes of memory many tensors take that nobody has written to."""
+    dist.init_process_group("smddp", timeout=timedelta(seconds=15))
+    members.write_text(str(os.getpid()))
+    before = _C.ControlGroups().available_memory()
+    kept = [smddp.empty(2 << 20, dtype=torch.float32) for _ in range(20)]
+    after = _C.ControlGroups().available_memory()
+    assert len(kept) == 20
+    assert before is not None
+    assert after is not None
+    return before - after
+
+
+def test_tensors_beyond_the_memory_limit_lie_in_ordinary_memory() -> None:
+    """Without the check the kernel would kill the rank."""
+    with _control_group({"memory": {"memory.limit_in_bytes": 64 << 20}}) as members:
+        (outcome,) = ranks.run_ranks(_takes_tensors, "1", members)
+    assert outcome.returned, outcome
+    assert 32 << 20 < outcome.value < 64 << 20
+    assert "ordinary memory is used instead" in outcome.stderr
+
+
+@pytest.mark.parametrize("more", [0, 1, 2, 3])
+def test_the_limit_on_processes_of_a_container(more: int) -> None:
+    """A rank that cannot start its threads raises an error, and the other one hears of it."""
+    with _control_group({"pids": {"pids.max": 1 + more}}) as members:
+        outcomes = ranks.check_ranks(_with_few_threads, "1+1", members)
+    assert {kind for kind, _ in outcomes} <= {"", "SMDDPResourceError", "SMDDPPeerLostError"}
+    if more == 0:
+        assert outcomes[POOR][0] == "SMDDPResourceError", outcomes
+        assert "pids" in outcomes[POOR][1]
+        assert f"rank {POOR}" in outcomes[1 - POOR][1]

@@ -14,6 +14,7 @@
 #include <optional>
 #include <utility>
 
+#include "common/control_groups.h"
 #include "common/error.h"
 #include "common/mutex.h"
 #include "transport/shm/region_allocator.h"
@@ -156,18 +157,6 @@ void verify(int fd, const SegmentAddress& address, size_t bytes) {
   }
 }
 
-// The memory that is still available on the machine; nullopt if unknown.
-std::optional<uint64_t> availableMemory() {
-  const std::unique_ptr<FILE, int (*)(FILE*)> file(fopen("/proc/meminfo", "re"), fclose);
-  if (!file) return std::nullopt;
-  char line[128];
-  unsigned long long kib = 0;
-  while (fgets(line, sizeof line, file.get()) != nullptr) {
-    if (sscanf(line, "MemAvailable: %llu kB", &kib) == 1) return kib * 1024;
-  }
-  return std::nullopt;
-}
-
 }  // namespace
 
 std::shared_ptr<Segment> Segment::create(size_t bytes, const char* name) {
@@ -232,13 +221,16 @@ void Segment::requireOwner(size_t offset, size_t bytes, const char* what) const 
 void Segment::commit(size_t offset, size_t bytes) {
   requireOwner(offset, bytes, "commit");
   if (bytes == 0) return;
-  // When memory is out, the kernel kills a process instead of refusing. So check before taking much.
-  constexpr size_t kMuch = size_t{64} << 20;
-  if (const auto available = bytes < kMuch ? std::nullopt : availableMemory();
+  // When memory is out, the kernel kills a process instead of refusing. So check before taking much. To look takes 0.1 ms,
+  // as long as to back 0.1 MiB.
+  constexpr size_t kMuch = size_t{256} << 10;
+  if (const auto available = bytes < kMuch ? std::nullopt : ControlGroups().availableMemory();
       available && *available < bytes) {
     raise(ErrorKind::Resource,
-          "shared memory needs {} bytes, but only {} are available on this machine", bytes,
-          *available);
+          "shared memory needs {} bytes, but only {} are available within the limits of this "
+          "machine and of the container; raise the memory limit of the container or job, start "
+          "fewer ranks, or lower SMDDP_POOL_BYTES",
+          bytes, *available);
   }
   const size_t end = offset + bytes;
   // Do it in pieces. A signal makes kernels before 6.9 undo a piece, which takes some 1 ms per MiB. A timer that sends
