@@ -158,6 +158,7 @@ void Group::submit(Message message, CompletionPtr completion) {
 }
 
 void Group::interrupt() {
+  if (!sentinel_->broken()) wasInterrupted_.store(true);
   fail(Error(ErrorKind::Aborted,
              fmt::format("{} was interrupted by a signal", membership_->nameOf(spec_.me))));
 }

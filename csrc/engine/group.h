@@ -17,6 +17,7 @@
 // Errors: the first one breaks the group for good (Sentinel).
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <optional>
@@ -104,6 +105,7 @@ class Group final {
   void fail(const Error& cause) { sentinel_->fail(cause); }
   // A signal has ended a wait of this rank: what is in flight ends on all ranks.
   void interrupt();
+  bool wasInterrupted() const { return wasInterrupted_.load(); }  // [any thread]
   // For a caller that waits for the store to have the entry of `rank`. Returns how the rank was lost, if it was. If
   // not, probes its host, so that a host that does not answer is found.
   std::optional<Error> howLost(Rank rank) { return sentinel_->howLost(rank); }
@@ -146,6 +148,7 @@ class Group final {
   Process& process_;  // shutdown() of the engine destroys it
   const Spec spec_;
   const WireOption wire_;
+  std::atomic<bool> wasInterrupted_{false};
   const plan::Limits limits_;
   EndedOperations ended_;
   Team team_;

@@ -330,6 +330,7 @@ void Sentinel::breakGroup(const Break& broken, Origin origin) {
   if (isBroken(broken.firstBroken)) return;
   // If a mate died, this process can see that before another host does, and inWords() must know it.
   if (broken.lost >= 0 && membership_.isMate(broken.lost)) process_.checkPeers();
+  const bool isFirst = !broken_;
   forOthers_.emplace(broken);
   const ErrorKind kind = broken.cause.kind();
   if (origin == Origin::Here && (kind == ErrorKind::Resource || kind == ErrorKind::Internal)) {
@@ -343,8 +344,12 @@ void Sentinel::breakGroup(const Break& broken, Origin origin) {
   for (auto& action : std::exchange(breakActions_, {})) {
     ended_.add([action = std::move(action), cause] { action(cause); });
   }
-  SMDDP_LOG(Debug, "engine", "group \"{}\" is broken from #{} on: {}", membership_.name,
-            broken.firstBroken, cause.what());
+  // Here, and not where callers get their error: before they do, the process may be asked to end, as torchrun does with
+  // all ranks when it sees that one has died.
+  if (isFirst && !(left_ && cause.kind() == ErrorKind::Aborted)) {
+    SMDDP_LOG(Error, "engine", "SMDDP{}: {}", toString(cause.kind()),
+              membership_.failed(fmt::format("group \"{}\"", membership_.name), cause).what());
+  }
   team_.publishBreak(*forOthers_);
   // A rank that receives the break tells no other node: we do, and a rank that waits for us asks (onInquiry).
   if (origin == Origin::Here) tellOtherNodes();

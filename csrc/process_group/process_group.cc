@@ -177,8 +177,7 @@ void ProcessGroup::abortBecause(const std::string& reason) {
       fmt::format("rank {} called abort(){}{}", getRank(), reason.empty() ? "" : ": ", reason);
   engine_->abort(*group_, text);
   devices_->close(Error(ErrorKind::Aborted, text));
-  // Last: a dump of torch's Flight Recorder may take seconds, and the other ranks wait for this one.
-  hooks_->abort.run();
+  HookThread::ofThisProcess().groupFailed(hooks_, group_->wasInterrupted());
 }
 
 void ProcessGroup::shutdown() {
@@ -196,6 +195,8 @@ void ProcessGroup::shutdown() {
     throw;
   }
   leave();
+  // Torch removes the hooks next.
+  if (!hooks_->completion.empty()) HookThread::ofThisProcess().finishCalls();
 }
 
 void ProcessGroup::leave() {
@@ -406,8 +407,12 @@ void ProcessGroup::noteCoalesced(const intrusive_ptr<Work>& work) {
 void ProcessGroup::registerAbortHook(int64_t id, c10d::AbortHook hook) {
   hooks_->abort.add(id, std::move(hook));
   std::call_once(abortHooksAwaitBreak_, [this] {
-    translated(
-        [&] { engine_->onBreak(*group_, [hooks = hooks_](const Error&) { hooks->abort.run(); }); });
+    translated([&] {
+      engine_->onBreak(*group_, [hooks = hooks_, weak = std::weak_ptr(group_)](const Error&) {
+        const auto group = weak.lock();
+        HookThread::ofThisProcess().groupFailed(hooks, group && group->wasInterrupted());
+      });
+    });
   });
 }
 #endif
