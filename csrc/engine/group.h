@@ -50,6 +50,7 @@ class Group final {
     Rank me = 0;
     int size = 1;
     GroupOptions options = {};
+    Rank jobRank = -1;  // this rank's number in the job (Membership::jobRanks); -1: the same
   };
 
   // A group is made in two halves: makeEntry() returns what this rank publishes, join() takes what all ranks have
@@ -65,6 +66,8 @@ class Group final {
   const Spec& spec() const { return spec_; }
   uint64_t id() const { return membership_->group; }
   const plan::Topology& topology() const { return membership_->topology; }
+  // See Membership. [any thread]
+  Rank jobRank(Rank rank) const { return membership_->jobRank(rank); }
   bool spansNodes() const { return membership_->spansNodes(); }
   // What the group was made with. [any thread]
   const WireOption& wire() const { return wire_; }
@@ -103,6 +106,7 @@ class Group final {
     sentinel_->expire(completion, waited);
   }
   void fail(const Error& cause) { sentinel_->fail(cause); }
+  void tellOfTrouble(const std::string& text) { sentinel_->tellOfTrouble(text); }
   // A signal has ended a wait of this rank: what is in flight ends on all ranks.
   void interrupt();
   bool wasInterrupted() const { return wasInterrupted_.load(); }  // [any thread]

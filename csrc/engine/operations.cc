@@ -519,13 +519,10 @@ InFlight Operations::inFlightOf(const TrackState& state) const {
   } else if (state.phase != Phase::Idle) {
     blocked = state.executor.blockedStep();
   }
-  std::string ranks;
-  for (const Rank rank : blocked.awaited) {
-    ranks += fmt::format("{}{}", ranks.empty() ? "" : ", ", rank);
-  }
   InFlight at;
   at.wait =
-      fmt::format("{} for rank{} {}", blocked.where, blocked.awaited.size() == 1 ? "" : "s", ranks);
+      fmt::format("{} for rank{} {}", blocked.where, blocked.awaited.size() == 1 ? "" : "s",
+                  membership_.listOf(blocked.awaited));
   at.awaited = std::move(blocked.awaited);
   at.exchanged = blocked.exchanged;
   at.toExchange = blocked.toExchange;
@@ -544,7 +541,7 @@ InFlight Operations::inFlightOf(const TrackState& state) const {
 
 void Operations::endWith(Operation& operation, const Break& broken) {
   ended_.keep(std::move(operation.request.keepAlive));
-  const std::string what = fmt::format("{} #{} (group \"{}\")", describe(operation.fingerprint),
+  const std::string what = fmt::format("{} #{} (group \"{}\")", membership_.describe(operation.fingerprint),
                                        operation.sequence, membership_.name);
   if (metrics_ != nullptr)
     metrics_->countError(toString(operation.request.collective), toString(broken.cause.kind()));

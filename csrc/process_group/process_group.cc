@@ -77,7 +77,9 @@ engine::Engine::KnownMembers knownMembersOf(const ProcessGroup::Creation& creati
 
 void reportTrouble(const intrusive_ptr<c10d::Store>& store, const std::string& name, int rank,
                    const Error& error) {
-  StoreAdapter adapter(store);
+  // A courtesy to the others.
+  constexpr Nanoseconds kPatience = 5'000'000'000;
+  StoreAdapter adapter(store, kPatience);
   // Not settings(), which may be what is wrong.
   const Seal seal(environment("SMDDP_JOB_TOKEN"));
   bootstrap::reportTrouble(adapter, name, rank, seal, error);
@@ -118,10 +120,11 @@ ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls
     globalRanks_.resize(static_cast<size_t>(creation.size));
     std::iota(globalRanks_.begin(), globalRanks_.end(), 0);
   }
-  StoreAdapter adapter(creation.store);
+  StoreAdapter adapter(creation.store, effectiveTimeout(creation.timeout));
   translated([&] {
     group_ = engine_->createGroup(adapter,
-                                  {creation.name, creation.rank, creation.size, creation.options},
+                                  {creation.name, creation.rank, creation.size, creation.options,
+                                   globalRanks_.at(static_cast<size_t>(creation.rank))},
                                   effectiveTimeout(creation.timeout), knownMembersOf(creation));
     engine::chooseWire(*engine_, group_, effectiveTimeout(creation.timeout));
   });
@@ -174,7 +177,7 @@ c10d::ErrorType ProcessGroup::getError() {
 void ProcessGroup::abortBecause(const std::string& reason) {
   if (hasLeft_) return;
   const auto text =
-      fmt::format("rank {} called abort(){}{}", getRank(), reason.empty() ? "" : ": ", reason);
+      fmt::format("rank {} called abort(){}{}", group_->jobRank(getRank()), reason.empty() ? "" : ": ", reason);
   engine_->abort(*group_, text);
   devices_->close(Error(ErrorKind::Aborted, text));
   HookThread::ofThisProcess().groupFailed(hooks_, group_->wasInterrupted());
@@ -264,7 +267,8 @@ std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> ProcessGrou
   if (me == members.end()) return {nullptr, timeout};
   const engine::Group::Spec spec{options ? options->group_name : "",
                                  static_cast<Rank>(me - members.begin()),
-                                 static_cast<int>(members.size()), parent->spec().options};
+                                 static_cast<int>(members.size()), parent->spec().options,
+                                 parent->jobRank(getRank())};
   auto child = translated([&] {
     auto split = engine::splitGroup(*engine_, parent, spec, members, effectiveTimeout(timeout));
     engine::chooseWire(*engine_, split, effectiveTimeout(timeout));
