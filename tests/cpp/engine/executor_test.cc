@@ -27,7 +27,10 @@ TEST(Executor, NamesTheChunkInWhichItWaits) {
   Ownership ownership;
   ASSERT_TRUE(ownership.tryAcquire());
   Membership membership{
-      .name = "", .topology = plan::Topology::fromNames({"a", "a"}, 0), .peers = {}, .self = ""};
+      .name = "", .topology = plan::Topology::fromNames({"a", "a"}, 0),
+      .peers = {},
+      .jobRanks = {},
+      .self = ""};
   std::array<TrackHeader, 2> headers{};
   Track track;
   track.executionNumber = 1;
