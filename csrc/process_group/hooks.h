@@ -38,9 +38,14 @@ class HookList {
   }
   bool empty() const { return isEmpty_.load(std::memory_order_relaxed); }
   void run(Arguments... arguments) const {
+    runIf([](const Hook&) { return true; }, arguments...);
+  }
+  template <typename Condition>
+  void runIf(Condition condition, Arguments... arguments) const {
     if (empty()) return;
     const auto hooks = hooks_.load();
     for (const auto& [id, hook] : *hooks) {
+      if (!condition(hook)) continue;
       try {
         hook(arguments...);
       } catch (const std::exception& error) {
@@ -78,7 +83,8 @@ struct Hooks {
 // The thread that runs the hooks of all groups of this process ("smddp-hooks"). Starts with the first hook that is to run.
 //
 // Hooks for a failure begin a second after it, when the caller has its error and has said it; or when the process ends, in
-// finish(). What the Flight Recorder can write without Python's lock it writes at once.
+// finish(). What needs no lock of Python comes at once: torch's health check hears of the failure, and the Flight Recorder
+// writes what it can.
 class HookThread {
  public:
   // Never destroyed, because its thread may outlive main(). A child of fork() has another one.
@@ -105,6 +111,7 @@ class HookThread {
   struct Failed {
     std::shared_ptr<const Hooks> hooks;  // null: none is to run
     Nanoseconds since;
+    bool isBegun = false;  // what comes at once has been done
   };
 
   HookThread();
@@ -114,6 +121,8 @@ class HookThread {
   void giveUp() SMDDP_REQUIRES(mutex_);
   void loop();
   void runEnded(MutexLock& lock) SMDDP_REQUIRES(mutex_);
+  // What comes at once, for one group; false if there is none.
+  bool beginFailed(MutexLock& lock) SMDDP_REQUIRES(mutex_);
   void runFailed(MutexLock& lock) SMDDP_REQUIRES(mutex_);
 
   const uint32_t forkCount_;

@@ -59,6 +59,12 @@ std::shared_ptr<engine::Engine> engineFor(const ProcessGroup::Creation& creation
   }
 }
 
+// This rank's number in the job. -1: that in the group; also if it is none of its ranks, which the engine reports.
+Rank jobRankOf(const ProcessGroup::Creation& creation) {
+  const auto index = static_cast<size_t>(creation.rank);
+  return index < creation.ranksOfWorld.size() ? creation.ranksOfWorld[index] : -1;
+}
+
 // The ranks of a new group in the default group. Empty if that is not one of ours, or does not have all of them.
 engine::Engine::KnownMembers knownMembersOf(const ProcessGroup::Creation& creation) {
   WorldSlot& slot = worldSlot();
@@ -124,7 +130,7 @@ ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls
   translated([&] {
     group_ = engine_->createGroup(adapter,
                                   {creation.name, creation.rank, creation.size, creation.options,
-                                   globalRanks_.at(static_cast<size_t>(creation.rank))},
+                                   jobRankOf(creation)},
                                   effectiveTimeout(creation.timeout), knownMembersOf(creation));
     engine::chooseWire(*engine_, group_, effectiveTimeout(creation.timeout));
   });

@@ -17,6 +17,7 @@ namespace smddp::process_group {
 namespace {
 
 constexpr std::chrono::milliseconds kSignalPeriod{50};
+constexpr Nanoseconds kAfterSignal = 500'000'000;
 
 bootstrap::Store::Value convert(const std::vector<uint8_t>& bytes) {
   const auto* first = reinterpret_cast<const std::byte*>(bytes.data());
@@ -44,18 +45,26 @@ auto StoreAdapter::ask(Call call, const std::string& otherCause) {
     raise(ErrorKind::Resource, "there is no thread to ask the store: {}", error.what());
   }
   while (answer.wait_for(kSignalPeriod) != std::future_status::ready) {
-    isSilent_ = true;  // for what follows an exception
-    checkInterrupt();
-    if (deadline_.passed(clock_)) raiseSilence();
-    isSilent_ = false;
+    if (deadline_.passed(clock_)) {
+      isSilent_ = true;
+      raiseSilence();
+    }
+    try {
+      checkInterrupt();
+    } catch (...) {
+      // What follows is a note for the other ranks.
+      deadline_ = std::min(deadline_, Deadline::after(clock_, kAfterSignal),
+                           [](const Deadline& a, const Deadline& b) { return a.at < b.at; });
+      throw;
+    }
   }
   try {
     return answer.get();
   } catch (const c10::DistNetworkError& error) {
     raise(ErrorKind::PeerLost,
-          "the store{} does not answer ({}): the process that serves it, which is rank 0 or "
+          "the store does not answer ({}): the process that serves it{}, which is rank 0 or "
           "torchrun on the first host, has ended or is cut off{}",
-          place(), error.what_without_backtrace(), otherCause);
+          error.what_without_backtrace(), place(), otherCause);
   }
 }
 

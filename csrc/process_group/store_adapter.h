@@ -14,8 +14,8 @@ namespace smddp::process_group {
 
 // Each call runs on a thread of its own, because c10d's stores wait for their server's answer whatever time-out they are
 // given: for ever, if its process is stopped or its host is cut off. The caller waits until the deadline of the group
-// that it makes, and hears signals meanwhile. Then the thread is left behind with what it uses, and later calls of this
-// object fail at once.
+// that it makes, and hears signals meanwhile; then the thread is left behind with what it uses. After the deadline later
+// calls of this object fail at once.
 class StoreAdapter final : public bootstrap::Store {
  public:
   // `patience`: how long all calls together may take.
@@ -41,7 +41,7 @@ class StoreAdapter final : public bootstrap::Store {
   const c10::intrusive_ptr<c10d::Store> store_;
   const MonotonicClock clock_;
   const Nanoseconds patience_;
-  const Deadline deadline_;
+  Deadline deadline_;
   bool isSilent_ = false;
 };
 
