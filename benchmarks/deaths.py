@@ -161,12 +161,16 @@ class Trial:
     log: str
 
 
-def _processes(how: str, count: int, folder: Path, env: dict[str, str]) -> list[subprocess.Popen[bytes]]:
+def _processes(
+    how: str, count: int, folder: Path, env: dict[str, str]
+) -> list[subprocess.Popen[bytes]]:
     me = [str(Path(__file__).resolve()), "--rank", how]
     if how != "bare":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                    f"--nproc-per-node={count}", f"--log-dir={folder / 'logs'}", "--redirects=3", *me]  # fmt: skip
-        return [subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)]
+        return [
+            subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        ]
     import socket
 
     with socket.socket() as reserved:
@@ -195,7 +199,9 @@ def _is_whole(file: Path) -> bool:
 
 def trial(how: str, layout: str, backend: str) -> Trial:
     """Kills the last rank of a job; returns what the others had."""
-    nodes, per_node = (int(part) for part in layout.split("x")) if "x" in layout else (1, int(layout))
+    nodes, per_node = (
+        (int(part) for part in layout.split("x")) if "x" in layout else (1, int(layout))
+    )
     count = nodes * per_node
     with tempfile.TemporaryDirectory(prefix="deaths-") as name:
         folder = Path(name)
@@ -215,7 +221,7 @@ def trial(how: str, layout: str, backend: str) -> Trial:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        logs = {rank: "" for rank in range(count)}
+        logs = dict.fromkeys(range(count), "")
         for file in sorted((folder / "logs").rglob("std*.log")):
             with contextlib.suppress(ValueError):
                 logs[int(file.parent.name)] += file.read_text(errors="replace")
@@ -245,7 +251,9 @@ def trial(how: str, layout: str, backend: str) -> Trial:
 
 def main() -> int:
     """Runs the trials, and prints one line for each layout and way to start."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--layouts", nargs="+", default=["2", "4", "2x2"])
     parser.add_argument("--how", nargs="+", default=["bare", "torchrun"], choices=list(WORK))

@@ -242,12 +242,13 @@ std::string Group::describeWire() const {
 std::string Group::describe() const {
   const size_t numTracks = operations_->numTracks();
   return fmt::format(
-      "group \"{}\": rank {} of {}{}, {} node{} ({} rank{}), {} operation{} at a time{}; algorithms "
+      "group \"{}\": rank {} of {}{}, {} node{} ({} rank{}), {} operation{} at a time{}; "
+      "algorithms "
       "by {}",
       spec_.name, spec_.me, spec_.size,
       membership_->isPart() ? fmt::format(" (rank {} of the job)", jobRank(spec_.me)) : "",
-      topology().numNodes(), spansNodes() ? "s" : "",
-      ranksOfNodes(topology()), spec_.size > 1 ? "s" : "", numTracks, numTracks > 1 ? "s" : "",
+      topology().numNodes(), spansNodes() ? "s" : "", ranksOfNodes(topology()),
+      spec_.size > 1 ? "s" : "", numTracks, numTracks > 1 ? "s" : "",
       !spansNodes() ? "" : describeWire(), plans_->sources());
 }
 

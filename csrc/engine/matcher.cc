@@ -189,7 +189,8 @@ void Matcher::accept(Rank from, Announced message, Transfer transfer) {
     posted_.push_back(std::move(transfer));
     raise(ErrorKind::Mismatch,
           "rank {} sends {} bytes {} to rank {}, which receives {}: {} must have the same size",
-          host_.jobRank(from), message.bytes, describeTag(message.tag), host_.jobRank(me_), expected,
+          host_.jobRank(from), message.bytes, describeTag(message.tag), host_.jobRank(me_),
+          expected,
           message.tag < 0 ? "what one rank splits off for another, and the other expects from it,"
                           : "the tensors on both sides");
   }
@@ -244,8 +245,9 @@ void Matcher::copyToSelf(Transfer& send, Transfer& receive) {
   if (send.bytes != receive.bytes) {
     toSelf_.push_back(std::move(send));
     posted_.push_back(std::move(receive));
-    raise(ErrorKind::Mismatch, "rank {} sends itself {} bytes {} and receives {}", host_.jobRank(me_),
-          toSelf_.back().bytes, describeTag(toSelf_.back().message.tag), posted_.back().bytes);
+    raise(ErrorKind::Mismatch, "rank {} sends itself {} bytes {} and receives {}",
+          host_.jobRank(me_), toSelf_.back().bytes, describeTag(toSelf_.back().message.tag),
+          posted_.back().bytes);
   }
   copy(Buffer(send.message.buffer), Buffer(receive.message.buffer), send.bytes);
   receive.completion->setSource(me_);

@@ -58,8 +58,9 @@ std::string Membership::nameOf(Rank rank) const {
 }
 
 Error Membership::failed(const std::string& what, const Error& cause) const {
-  const std::string where = isPart() ? fmt::format("{} ({}/{} of the group)", jobRank(me()), me(), size())
-                                     : fmt::format("{}/{}", me(), size());
+  const std::string where =
+      isPart() ? fmt::format("{} ({}/{} of the group)", jobRank(me()), me(), size())
+               : fmt::format("{}/{}", me(), size());
   return Error(cause.kind(),
                fmt::format("smddp: {} failed on rank {}: {}", what, where, cause.what()));
 }

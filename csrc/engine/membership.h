@@ -41,7 +41,7 @@ struct Membership {
   std::vector<Peer*> peers;  // by rank; null for this rank
   // By rank: the number by which users know it. The ranks of a group that is a part of the job have others there.
   std::vector<Rank> jobRanks;
-  std::string self;          // this process, as Peer::describe() calls others
+  std::string self;  // this process, as Peer::describe() calls others
 
   Rank me() const { return topology.me(); }
   int size() const { return topology.numRanks(); }

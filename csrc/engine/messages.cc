@@ -104,10 +104,11 @@ std::optional<InFlight> Messages::inFlightOf(const Completion& completion) {
 InFlight Messages::inFlightOf(const Transfer& transfer) const {
   const Message& message = transfer.message;
   InFlight at;
-  at.wait =
-      fmt::format("to {} {} {}", message.send ? "send to" : "receive from",
-                  message.peer == kAnySource ? "any rank" : fmt::format("rank {}", membership_.jobRank(message.peer)),
-                  describeTag(message.tag));
+  at.wait = fmt::format("to {} {} {}", message.send ? "send to" : "receive from",
+                        message.peer == kAnySource
+                            ? "any rank"
+                            : fmt::format("rank {}", membership_.jobRank(message.peer)),
+                        describeTag(message.tag));
   const Rank awaited = partnerOf(transfer);
   if (awaited == kAnySource) {
     at.awaitsAnyone = true;

@@ -159,9 +159,9 @@ void Sentinel::report(Wait& wait, const InFlight& at) {
                                                         static_cast<double>(at.usual) * 1e-9);
   SMDDP_LOG(Warn, "engine",
             "{} #{} (group \"{}\") of rank {} has waited for {:.1f} s, since {}{}: it waits {}{}{}",
-            membership_.describe(at.fingerprint), at.sequence, membership_.name, membership_.jobRank(membership_.me()),
-            static_cast<double>(waited) * 1e-9, timeOfDay(waited), usual, at.wait,
-            diagnosis_.culprit(blame), progressOf(at));
+            membership_.describe(at.fingerprint), at.sequence, membership_.name,
+            membership_.jobRank(membership_.me()), static_cast<double>(waited) * 1e-9,
+            timeOfDay(waited), usual, at.wait, diagnosis_.culprit(blame), progressOf(at));
 }
 
 void Sentinel::showWaits(const std::vector<InFlight>& inFlight) {
@@ -226,7 +226,8 @@ Error Sentinel::timeout(const InFlight& at, Nanoseconds waited) const {
   }
   return Error(ErrorKind::Timeout, fmt::format("Timed out after {:.1f} s, rank {} waits {}{}{}",
                                                static_cast<double>(waited) * 1e-9,
-                                               membership_.jobRank(membership_.me()), at.wait, culprit, progressOf(at)));
+                                               membership_.jobRank(membership_.me()), at.wait,
+                                               culprit, progressOf(at)));
 }
 
 // Says when a call last exchanged data, because a call that only needs more time is not stuck.
@@ -311,8 +312,9 @@ Break Sentinel::lossOf(uint64_t from, Rank lost) const {
   const auto trouble = diagnosis_.troubleOf(lost);
   if (trouble && peer != nullptr && !peer->isHostSilent) {
     const std::string how = diagnosis_.howLost(lost);
-    return {from, Error(ErrorKind::PeerLost, fmt::format("{}{}{} is gone: {}", *trouble, kConsequence,
-                                                         membership_.nameOf(lost), how))};
+    return {from,
+            Error(ErrorKind::PeerLost, fmt::format("{}{}{} is gone: {}", *trouble, kConsequence,
+                                                   membership_.nameOf(lost), how))};
   }
   return {from, Error(ErrorKind::PeerLost, diagnosis_.howLost(lost)), lost, membership_.me(),
           peer != nullptr && peer->isHostSilent};
@@ -465,7 +467,8 @@ void Sentinel::leave(bool isIdle) {
   status_.end();
   breakActions_.clear();
   if (!isIdle) {
-    fail(Error(ErrorKind::Aborted, fmt::format("{} left the group", membership_.nameOf(membership_.me()))));
+    fail(Error(ErrorKind::Aborted,
+               fmt::format("{} left the group", membership_.nameOf(membership_.me()))));
   }
   // Later calls of this rank end with this error. Other ranks are not told: they may still use what we have sent.
   leftInOrder_ = !isBroken(calls_.last() + 1);

@@ -66,7 +66,8 @@ std::byte* Team::checkedRegion(Rank rank, const GroupEntry& entry) const {
     raise(ErrorKind::Mismatch,
           "rank {} ({}) shares {} bytes for group \"{}\", this rank {}: do all ranks run the same "
           "smddp?",
-          membership_->jobRank(rank), peer.describe(), entry.regionBytes, membership_->name, region_.size());
+          membership_->jobRank(rank), peer.describe(), entry.regionBytes, membership_->name,
+          region_.size());
   }
   return memory.data() + entry.regionOffset;
 }

@@ -32,8 +32,7 @@ class WholeFiles final : public c10d::DebugInfoWriter {
 
   void write(const std::string& trace) override {
     const std::filesystem::path target =
-        enable_dynamic_filename_ ? c10d::getCvarString({"TORCH_FR_DUMP_TEMP_FILE"}, "")
-                                 : filename_;
+        enable_dynamic_filename_ ? c10d::getCvarString({"TORCH_FR_DUMP_TEMP_FILE"}, "") : filename_;
     const auto part = target.parent_path() / fmt::format(".{}.{}.{}", target.filename().string(),
                                                          ::getpid(), written.fetch_add(1));
     std::ofstream file(part, std::ios::binary);

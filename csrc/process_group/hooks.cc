@@ -25,7 +25,8 @@ constexpr Nanoseconds kSignalPeriod = 50'000'000;
 
 // Torch does not say which of its hooks are quick. This one notes that the group is not healthy, for the debug server.
 bool isQuick(const std::function<void()>& hook) {
-  return std::string_view(hook.target_type().name()).find("HealthCheckHook") != std::string_view::npos;
+  return std::string_view(hook.target_type().name()).find("HealthCheckHook") !=
+         std::string_view::npos;
 }
 
 }  // namespace
@@ -67,7 +68,8 @@ void HookThread::callEnded(std::shared_ptr<const Hooks> hooks, uint64_t key, flo
 }
 
 void HookThread::groupFailed(const std::shared_ptr<Hooks>& hooks, bool wasInterrupted) {
-  if (hooks->abort.empty() || settings().dumpSeconds == 0 || hooks->hasFailed.exchange(true)) return;
+  if (hooks->abort.empty() || settings().dumpSeconds == 0 || hooks->hasFailed.exchange(true))
+    return;
   const MutexLock lock(mutex_);
   // Without a thread there is no dump: the error must not wait for it.
   if (isGivenUp_ || !isStarted()) return;

@@ -54,7 +54,8 @@ void MonitoredBarrier::awaitRelease(Nanoseconds timeout) const {
         Error(completion->error()->kind(),
               fmt::format("[Rank {0}]: Rank {0} successfully reached monitoredBarrier, but "
                           "received errors while waiting for send/recv from rank {1}. {2}",
-                          group_->jobRank(group_->spec().me), group_->jobRank(0), completion->error()->what())));
+                          group_->jobRank(group_->spec().me), group_->jobRank(0),
+                          completion->error()->what())));
   }
 }
 
@@ -68,7 +69,8 @@ void MonitoredBarrier::awaitRanks(Nanoseconds timeout, bool all) const {
   };
   const auto inTime = fmt::format("in {} ms", timeout / 1'000'000);
   if (timeout <= 0) {
-    giveUp(ErrorKind::Timeout, fmt::format("Rank {} timed out in monitoredBarrier {}", group_->jobRank(0), inTime));
+    giveUp(ErrorKind::Timeout,
+           fmt::format("Rank {} timed out in monitoredBarrier {}", group_->jobRank(0), inTime));
   }
   std::vector<engine::CompletionPtr> here;
   for (Rank r = 1; r < group_->spec().size; ++r) {
@@ -81,8 +83,9 @@ void MonitoredBarrier::awaitRanks(Nanoseconds timeout, bool all) const {
     const Nanoseconds left = std::max<Nanoseconds>(deadline.at - clock.now(), 0);
     if (!engine_->waitFor(*group_, *completion, left)) missing.push_back(group_->jobRank(r));
     if (!completion->done() || !completion->error()) continue;
-    giveUp(completion->error()->kind(), fmt::format("Rank {} failed to pass monitoredBarrier: {}",
-                                                    group_->jobRank(r), completion->error()->what()));
+    giveUp(completion->error()->kind(),
+           fmt::format("Rank {} failed to pass monitoredBarrier: {}", group_->jobRank(r),
+                       completion->error()->what()));
   }
   if (!missing.empty()) {
     giveUp(ErrorKind::Timeout,

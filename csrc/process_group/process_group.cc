@@ -128,10 +128,10 @@ ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls
   }
   StoreAdapter adapter(creation.store, effectiveTimeout(creation.timeout));
   translated([&] {
-    group_ = engine_->createGroup(adapter,
-                                  {creation.name, creation.rank, creation.size, creation.options,
-                                   jobRankOf(creation)},
-                                  effectiveTimeout(creation.timeout), knownMembersOf(creation));
+    group_ = engine_->createGroup(
+        adapter,
+        {creation.name, creation.rank, creation.size, creation.options, jobRankOf(creation)},
+        effectiveTimeout(creation.timeout), knownMembersOf(creation));
     engine::chooseWire(*engine_, group_, effectiveTimeout(creation.timeout));
   });
   if (isWorld(creation)) {
@@ -182,8 +182,8 @@ c10d::ErrorType ProcessGroup::getError() {
 
 void ProcessGroup::abortBecause(const std::string& reason) {
   if (hasLeft_) return;
-  const auto text =
-      fmt::format("rank {} called abort(){}{}", group_->jobRank(getRank()), reason.empty() ? "" : ": ", reason);
+  const auto text = fmt::format("rank {} called abort(){}{}", group_->jobRank(getRank()),
+                                reason.empty() ? "" : ": ", reason);
   engine_->abort(*group_, text);
   devices_->close(Error(ErrorKind::Aborted, text));
   HookThread::ofThisProcess().groupFailed(hooks_, group_->wasInterrupted());
@@ -271,10 +271,9 @@ std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> ProcessGrou
   }
   const auto me = std::find(members.begin(), members.end(), getRank());
   if (me == members.end()) return {nullptr, timeout};
-  const engine::Group::Spec spec{options ? options->group_name : "",
-                                 static_cast<Rank>(me - members.begin()),
-                                 static_cast<int>(members.size()), parent->spec().options,
-                                 parent->jobRank(getRank())};
+  const engine::Group::Spec spec{
+      options ? options->group_name : "", static_cast<Rank>(me - members.begin()),
+      static_cast<int>(members.size()), parent->spec().options, parent->jobRank(getRank())};
   auto child = translated([&] {
     auto split = engine::splitGroup(*engine_, parent, spec, members, effectiveTimeout(timeout));
     engine::chooseWire(*engine_, split, effectiveTimeout(timeout));

@@ -141,7 +141,8 @@ std::string StoreAdapter::place() const {
 
 void StoreAdapter::raiseSilence() const {
   raise(ErrorKind::Timeout,
-        "the store{} has not answered within {:.1f} s: the process that serves it, which is rank 0 or "
+        "the store{} has not answered within {:.1f} s: the process that serves it, which is rank 0 "
+        "or "
         "torchrun on that host, is stopped, or the host is cut off",
         place(), static_cast<double>(patience_) * 1e-9);
 }

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 pytestmark = pytest.mark.multiprocess
 
+
 @contextlib.contextmanager
 def _stored() -> Iterator[tuple[int, int]]:
     """Yields the port and the process of a store, which rank 0 starts and ends."""
@@ -79,7 +80,9 @@ def _ended(what: str, port: int, pid: int) -> tuple[str, str]:
     return found
 
 
-@pytest.mark.parametrize("what", ["init, time-out", "init, signal", "group, time-out", "group, signal"])
+@pytest.mark.parametrize(
+    "what", ["init, time-out", "init, signal", "group, time-out", "group, signal"]
+)
 def test_waits_for_a_silent_store_end(what: str) -> None:
     for outcome in ranks.run_ranks(_wait, "2", what):
         assert outcome.returned, str(outcome)

@@ -420,7 +420,8 @@ void GpuProcessGroup::publish(c10::Device device) {
   if (!cuda::decidesAlone(settings().gpuPath, static_cast<bool>(support_.makeNccl))) {
     const std::string name = support_.nameOf(device.index());
     const auto* first = reinterpret_cast<const std::byte*>(name.data());
-    StoreAdapter(store_, effectiveTimeout(c10d::kUnsetTimeout)).set(keyOf(group()->id(), getRank()), {first, first + name.size()});
+    StoreAdapter(store_, effectiveTimeout(c10d::kUnsetTimeout))
+        .set(keyOf(group()->id(), getRank()), {first, first + name.size()});
   }
   device_ = device;
 }

@@ -153,7 +153,8 @@ TEST(Liveness, StartTimeTellsProcessesApart) {
 }
 
 TEST(Liveness, FreezersOfBothVersions) {
-  const auto files = freezerFiles("9:name=systemd:/\n6:freezer:/a/b\n1:cpu,freezers:/\n0::/c:d\nx\n:\n");
+  const auto files =
+      freezerFiles("9:name=systemd:/\n6:freezer:/a/b\n1:cpu,freezers:/\n0::/c:d\nx\n:\n");
   std::vector<std::string> paths;
   for (const auto& file : files) paths.push_back(fmt::format("{} {}", file.path, file.frozen));
   EXPECT_EQ(paths, (std::vector<std::string>{"/freezer/a/b/freezer.state FROZEN",
