@@ -5,8 +5,8 @@
 
 Unlike faults.py it starts each rank as a program that imports nothing but torch (or the framework),
 with torch's Flight Recorder on, by itself or under torchrun. A rank kills itself with SIGKILL in a
-loop of all_reduce. For each survivor the script notes when its error came, whether its log names the
-rank that was killed, and whether a file of the Flight Recorder is cut.
+loop of all_reduce. For each survivor the script notes when its error came, whether its log names
+the rank that was killed, and whether a file of the Flight Recorder is cut.
 """
 
 from __future__ import annotations
@@ -166,8 +166,9 @@ def _processes(
 ) -> list[subprocess.Popen[bytes]]:
     me = [str(Path(__file__).resolve()), "--rank", how]
     if how != "bare":
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                   f"--nproc-per-node={count}", f"--log-dir={folder / 'logs'}", "--redirects=3", *me]  # fmt: skip
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={count}", f"--log-dir={folder / 'logs'}", "--redirects=3"]
+        command += me
         return [
             subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         ]
@@ -178,8 +179,9 @@ def _processes(
         port = str(reserved.getsockname()[1])
     started = []
     for rank in range(count):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count),
-               "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        own |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         log = folder / "logs" / str(rank)
         log.mkdir(parents=True)
         with (log / "stderr.log").open("wb") as file:

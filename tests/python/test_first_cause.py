@@ -1,6 +1,6 @@
 """A rank dies in a job with many groups: each survivor's error names it, by its rank in the job.
 
-Most survivors do not share a group with it. They wait for ranks that have left because of its death.
+Most survivors share no group with it. They wait for ranks that have left because of its death.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process of the store is stopped: waits end at their deadline, or by a signal, with its host."""
+"""The process of the store is stopped: waits end at their deadline, or by a signal."""
 
 from __future__ import annotations
 
