@@ -329,7 +329,14 @@ CompletionPtr Engine::submitAny(Group& group, Operation operation) {
     }
     if (isOneShot) {
       // Else the other ranks were late, and the operation is in flight.
-      if (completion->done()) return;
+      if (completion->done()) {
+        // An error has left continuations.
+        if (completion->error()) {
+          groups_.activate(group);
+          progress_.collectLeftovers();
+        }
+        return;
+      }
     } else {
       group.submit(std::move(operation), completion);
     }
