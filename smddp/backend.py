@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
+import sys
+import time
 import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -206,5 +209,29 @@ def leave_at_exit() -> None:
     So other ranks see that this rank left, even if the script did not call destroy_process_group().
     """
     # A forked child has this, too, but the groups belong to its parent.
-    if _user is not None and _user[0] == os.getpid():
-        _user[1].shutdown()
+    if _user is None or _user[0] != os.getpid():
+        return
+    module = _user[1]
+    module.shutdown()
+    have_ended = False
+    try:
+        with contextlib.suppress(KeyboardInterrupt):  # it ends the wait
+            have_ended = module.finish_hooks()
+    finally:
+        if not have_ended:
+            _end_hooks(module)
+
+
+def _end_hooks(module: Any) -> None:
+    """Ends what torch's tools still do after a failure.
+
+    Threads that run Python code when the interpreter ends would take the process down with SIGABRT.
+    """
+    sys.stderr.write(
+        "smddp: the process ends before torch has written its Flight Recorder's file with the "
+        "stacks of the calls (SMDDP_DUMP_SECONDS)\n"
+    )
+    deadline = time.monotonic() + 2
+    while not module.finish_hooks() and time.monotonic() < deadline:
+        module.end_hooks()
+        time.sleep(0.02)

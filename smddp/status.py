@@ -67,9 +67,10 @@ class Member:
         group: the group's name.
         id: its number, which no other group has.
         rank, size: of the group.
+        job_rank: its number in the job; errors and logs have this one.
         pid: of the rank's process.
         state: "waits", "computes" (it waits for nobody: it computes, or moves data), or "stopped"
-            (by a signal or a debugger).
+            (by a signal, a debugger, or a freezer of cgroups).
         calls: the number of its last collective call; 0 before the first.
         waits: the calls that wait, if the state is "waits".
     """
@@ -77,6 +78,7 @@ class Member:
     group: str
     id: str
     rank: int
+    job_rank: int
     size: int
     pid: int
     state: str
@@ -166,7 +168,24 @@ def _state_and_parent(pid: int) -> tuple[str, int]:
 
 
 def _is_stopped(pid: int) -> bool:
-    return _state_and_parent(pid)[0] in ("T", "t")
+    return _state_and_parent(pid)[0] in ("T", "t") or _is_frozen(pid)
+
+
+def _is_frozen(pid: int) -> bool:
+    """Returns whether a freezer of cgroups holds a process still, as `docker pause` does."""
+    files = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in (_PROC / str(pid) / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "freezer":
+                files.append((f"/freezer{path}/freezer.state", "FROZEN"))
+            elif not controllers:  # version 2, which may be mounted beside version 1
+                files += [(f"{at}{path}/cgroup.events", "frozen 1") for at in ("", "/unified")]
+    for file, text in files:
+        with contextlib.suppress(OSError):
+            if text in Path(f"/sys/fs/cgroup{file}").read_text():
+                return True
+    return False
 
 
 def _wait_of(fields: list[str], now: int) -> Wait:
@@ -189,7 +208,7 @@ def _member(
 ) -> Member | None:
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     lines = [line.split("\t") for line in text.splitlines()]
-    head = next((line for line in lines if line[0] == "group" and len(line) == 4), None)
+    head = next((line for line in lines if line[0] == "group" and len(line) == 5), None)
     if head is None:
         return None
     waits = [_wait_of(line[1:], now) for line in lines if line[0] == "wait" and len(line) == 6]
@@ -198,7 +217,8 @@ def _member(
     state = "waits" if waits else "computes"
     if stopped:
         state, waits = "stopped", []
-    return Member(head[1], f"{group:016x}", int(head[2]), int(head[3]), pid, state, calls, waits)
+    rank, size, job_rank = (int(field) for field in head[2:])
+    return Member(head[1], f"{group:016x}", rank, job_rank, size, pid, state, calls, waits)
 
 
 def look(pids: Iterable[int] | None = None) -> list[Member]:
@@ -250,7 +270,7 @@ def _has_board(pid: int) -> bool:
 
 def _state(member: Member) -> str:
     if member.state == "stopped":
-        return f"stopped by a signal or a debugger, after call #{member.calls}"
+        return f"stopped by a signal, a debugger or a freezer, after call #{member.calls}"
     if not member.waits:
         return f"waits for nobody, after call #{member.calls}"
     texts = []
@@ -268,9 +288,13 @@ def _verdicts(members: list[Member]) -> Iterator[str]:
     for call in sorted(set(waiting)):
         late = [member for member in members if member.calls < call]
         if late:
-            ranks = ", ".join(f"{member.rank} (pid {member.pid})" for member in late)
+            ranks = ", ".join(f"{member.job_rank} (pid {member.pid})" for member in late)
             verb = "rank has" if len(late) == 1 else "ranks have"
             yield f"  → {len(late)} {verb} not made call #{call} yet: {ranks}"
+
+
+def _place(member: Member) -> str:
+    return "" if member.rank == member.job_rank else f"{member.rank} of the group: "
 
 
 def text_of(members: list[Member]) -> str:
@@ -281,10 +305,12 @@ def text_of(members: list[Member]) -> str:
     lines = []
     for those in groups.values():
         lines.append(f'group "{those[0].group}" of {plural(those[0].size, "rank")}')
-        lines += [f"  rank {m.rank:<3} pid {m.pid:<8} {_state(m)}" for m in those]
+        lines += [f"  rank {m.job_rank:<3} pid {m.pid:<8} {_place(m)}{_state(m)}" for m in those]
         absent = sorted(set(range(those[0].size)) - {member.rank for member in those})
         if absent:
-            lines.append(f"  not among the processes looked at: rank {', '.join(spans(absent))}")
+            of = " of the group" if any(_place(member) for member in those) else ""
+            ranks = ", ".join(spans(absent))
+            lines.append(f"  not among the processes looked at: rank {ranks}{of}")
         lines += _verdicts(those)
     return "\n".join(lines)
 

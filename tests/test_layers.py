@@ -63,7 +63,10 @@ ONLY_IN: dict[str, tuple[str, set[str]]] = {
     "the environment": (r"\b(secure_)?getenv\s*\(|\benviron\b", {"common/config.cc"}),
     "libfabric": (r"#include <rdma/", {"transport/fabric"}),
     "memory mappings": (r"#include <sys/mman\.h>", {"transport/shm"}),
-    "threads": (r"\bstd::j?thread\b(?!::id)|\bpthread_create\b", {"engine", "store"}),
+    "threads": (
+        r"\bstd::j?thread\b(?!::id)|\bpthread_create\b",
+        {"engine", "store", "process_group"},
+    ),
     "CUDA": (r"#include <(cuda|nccl)", {"cuda/kernels"}),
     "torch": (
         r"#include <(torch|c10|ATen)/",

@@ -2,8 +2,13 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include <array>
+#include <cstring>
+#include <vector>
 
 #include "common/interrupt.h"
 
@@ -21,6 +26,22 @@ void runSignalHandlers() {
 }
 
 }  // namespace
+
+void endPythonOf(const char* threadName) {
+  // PyThreadState_SetAsyncExc() changes no list of threads, but takes the lock of it: so the numbers are collected first.
+  std::vector<unsigned long> found;
+  for (auto* thread = PyInterpreterState_ThreadHead(PyInterpreterState_Get()); thread != nullptr;
+       thread = PyThreadState_Next(thread)) {
+    std::array<char, 16> name{};
+    const auto number = thread->thread_id;
+    if (number == PyThread_get_thread_ident() ||
+        pthread_getname_np(static_cast<pthread_t>(number), name.data(), name.size()) != 0) {
+      continue;
+    }
+    if (std::strcmp(name.data(), threadName) == 0) found.push_back(number);
+  }
+  for (const auto number : found) PyThreadState_SetAsyncExc(number, PyExc_SystemExit);
+}
 
 void installInterruptCheck() { setInterruptCheck(&runSignalHandlers); }
 

@@ -128,6 +128,10 @@ void bindProcessGroup(py::module& m) {
       },
       py::arg("sizes"), py::arg("dtype"), Release());
   m.def("shutdown", &smddp::engine::shutdownSharedEngine, Release());
+  using smddp::process_group::HookThread;
+  m.def(
+      "finish_hooks", [] { return HookThread::ofThisProcess().finish(); }, Release());
+  m.def("end_hooks", [] { smddp::bindings::endPythonOf(HookThread::kName); });
   m.def(
       "report_trouble",
       [](const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank,

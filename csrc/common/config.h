@@ -70,6 +70,11 @@ inline constexpr int64_t kMostWindow = 1 << 8;
   X(int64_t, metricsSeconds, "SMDDP_METRICS_SECONDS", 10,                                                      \
     "How often the files of SMDDP_METRICS are written.",                                                       \
     1, 86400, "seconds")                                                                                       \
+  X(int64_t, dumpSeconds, "SMDDP_DUMP_SECONDS", 20,                                                            \
+    "How long the end of a group or of a process that has failed waits for what torch's tools write about it, " \
+    "such as the dump of the Flight Recorder. torchrun kills a process 30 s after it has asked it to end. 0: "  \
+    "torch's tools are not told of a failure.",                                                                \
+    0, 86400, "seconds")                                                                                       \
   X(std::string, insteadOf, "SMDDP_INSTEAD_OF", "",                                                            \
     "Backends whose place smddp takes on the CPU, in scripts that ask for one of them: gloo, mpi, or both "    \
     "joined by a comma. gloo also stands for no name, which means gloo there. See docs/frameworks.md.")        \

@@ -55,6 +55,28 @@ std::optional<LeftMessage> parseLeft(transport::Bytes message) {
   return parse<LeftMessage>(message, kLeft);
 }
 
+std::vector<std::byte> makeTrouble(uint64_t group, const Trouble& trouble) {
+  const std::string text =
+      trouble.text.substr(0, transport::kMaxControlBytes - sizeof(TroubleMessage));
+  TroubleMessage head;
+  head.group = group;
+  head.calls = trouble.calls;
+  head.header.tailBytes = static_cast<uint32_t>(text.size());
+  std::vector<std::byte> message(sizeof head + text.size());
+  std::memcpy(message.data(), &head, sizeof head);
+  std::memcpy(message.data() + sizeof head, text.data(), text.size());
+  return message;
+}
+
+std::optional<Trouble> parseTrouble(transport::Bytes message) {
+  TroubleMessage head;
+  if (message.size() < sizeof head) return std::nullopt;
+  std::memcpy(&head, message.data(), sizeof head);
+  const transport::Bytes tail = message.subspan(sizeof head);
+  if (head.header.kind != kTrouble || head.header.tailBytes != tail.size()) return std::nullopt;
+  return Trouble{head.calls, {reinterpret_cast<const char*>(tail.data()), tail.size()}};
+}
+
 void Inquiries::asked(Rank rank, Nanoseconds now) {
   Entry& entry = entries_[rank];
   if (!entry.unansweredSince) entry.unansweredSince = now;

@@ -17,6 +17,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "common/clock.h"
 #include "common/types.h"
@@ -46,6 +47,13 @@ struct Blame {
   std::string describe() const;
 };
 
+// Another group of a rank has failed. If the rank makes no further call of this one, that is why: a job that ends because
+// of one rank ends in many groups, and ranks that have nothing to do with that rank hear of it through others.
+struct Trouble {
+  uint64_t calls = 0;  // of this group, that the rank had made before
+  std::string text;    // what its user reads, without the consequences
+};
+
 //   byte  0               8               16              24                              40
 //         | header        | group         | sequence      | call                          |
 struct InquiryMessage {
@@ -73,6 +81,17 @@ struct LeftMessage {
   uint64_t calls = 0;  // how many it has made
 };
 static_assert(sizeof(LeftMessage) == 24 && std::is_trivially_copyable_v<LeftMessage>);
+
+//   byte  0               8               16              24
+//         | header        | group         | calls         | text …
+struct TroubleMessage {
+  transport::ControlHeader header{.kind = kTrouble};
+  uint64_t group = 0;
+  uint64_t calls = 0;
+};
+static_assert(sizeof(TroubleMessage) == 24 && std::is_trivially_copyable_v<TroubleMessage>);
+std::vector<std::byte> makeTrouble(uint64_t group, const Trouble& trouble);
+std::optional<Trouble> parseTrouble(transport::Bytes message);
 
 std::optional<InquiryMessage> parseInquiry(transport::Bytes message);
 std::optional<AnswerMessage> parseAnswer(transport::Bytes message);

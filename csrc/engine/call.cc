@@ -14,7 +14,7 @@ std::string printBytes(uint64_t bytes) {
 }  // namespace
 
 // The bytes may come from another process: every field is checked before it is used.
-std::string describe(const transport::CallFingerprint& call) {
+std::string describe(const transport::CallFingerprint& call, std::span<const Rank> jobRanks) {
   if (call.collective >= collectives::kNumCollectives || call.dtype >= kNumDataTypes ||
       call.op >= kNumReduceOps) {
     return "an unknown operation";
@@ -48,7 +48,8 @@ std::string describe(const transport::CallFingerprint& call) {
     const bool isSource = collective == collectives::Collective::Broadcast ||
                           collective == collectives::Collective::Scatter;
     const uint64_t root = isScaled ? call.bytes >> kLengthBits : static_cast<uint64_t>(call.root);
-    text += fmt::format(" {} rank {}", isSource ? "from" : "to", root);
+    const uint64_t name = root < jobRanks.size() ? static_cast<uint64_t>(jobRanks[root]) : root;
+    text += fmt::format(" {} rank {}", isSource ? "from" : "to", name);
   }
   // "reduce of 3 float32 (12 B) with SUM to rank 1, for reduce_scatter of blocks of several sizes"
   if (ofBlocks != nullptr) text += fmt::format(", for {} of blocks of several sizes", ofBlocks);

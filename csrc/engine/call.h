@@ -3,9 +3,11 @@
 
 #include <bit>
 #include <cstring>
+#include <span>
 #include <string>
 
 #include "collectives/collective.h"
+#include "common/types.h"
 #include "engine/request.h"
 #include "transport/wire.h"
 
@@ -37,7 +39,8 @@ inline bool sameCall(const transport::CallFingerprint& a, const transport::CallF
 }
 
 // "allreduce of 6553600 float32 (25.0 MiB) with SUM", "broadcast of 12 B from rank 0"
-std::string describe(const transport::CallFingerprint& call);
+// `jobRanks` has the numbers that texts give to ranks; empty: their own.
+std::string describe(const transport::CallFingerprint& call, std::span<const Rank> jobRanks = {});
 // "with tag 3"; "within a collective" for negative tags, which only smddp's own messages have.
 std::string describeTag(int32_t tag);
 

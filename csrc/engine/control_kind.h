@@ -11,5 +11,6 @@ inline constexpr uint8_t kInquiry = transport::kFirstEngineKind + 2;
 inline constexpr uint8_t kAnswer = transport::kFirstEngineKind + 3;
 inline constexpr uint8_t kBuffered = transport::kFirstEngineKind + 4;
 inline constexpr uint8_t kLeft = transport::kFirstEngineKind + 5;
+inline constexpr uint8_t kTrouble = transport::kFirstEngineKind + 6;
 
 }  // namespace smddp::engine

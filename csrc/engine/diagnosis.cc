@@ -63,7 +63,9 @@ Blame Diagnosis::blameOn(Rank rank, uint64_t sequence) const {
 
 std::string Diagnosis::culprit(const Blame& blame) const {
   if (!blame.definite()) return "";
-  return fmt::format("; {} {}", membership_.nameOf(blame.rank), blame.describe());
+  const auto trouble = troubleOf(blame.rank);
+  return fmt::format("; {} {}{}", membership_.nameOf(blame.rank), blame.describe(),
+                     trouble ? fmt::format(", since {}", *trouble) : "");
 }
 
 bool Diagnosis::isLost(Rank rank) const {
@@ -88,6 +90,18 @@ std::optional<Rank> Diagnosis::lostIfAllAre() const {
     lost = rank;
   }
   return lost;
+}
+
+std::optional<std::string> Diagnosis::troubleOf(Rank rank) const {
+  if (rank == membership_.me()) return std::nullopt;
+  std::optional<Trouble> found;
+  if (membership_.isMate(rank)) {
+    found = team_.troubleOf(rank);
+  } else if (const auto theirs = troubles_.find(rank); theirs != troubles_.end()) {
+    const auto left = left_.find(rank);
+    if (left == left_.end() || left->second <= theirs->second.calls) found = theirs->second;
+  }
+  return found ? std::optional(found->text) : std::nullopt;
 }
 
 std::string Diagnosis::howLost(Rank rank) const {

@@ -34,6 +34,7 @@ class Diagnosis {
     inquiries_.answered(from, {from});
     left_[from] = calls;
   }
+  void onTrouble(Rank from, Trouble trouble) { troubles_[from] = std::move(trouble); }
   // Forgets ranks that nothing waits for any more.
   void keepOnly(const std::set<Rank>& awaited) { inquiries_.keepOnly(awaited); }
 
@@ -51,6 +52,8 @@ class Diagnosis {
   std::optional<Rank> lostIfAllAre() const;
   // "its process died"
   std::string howLost(Rank rank) const;
+  // What had gone wrong elsewhere before the rank made no further call of this group, as the users of its rank read it.
+  std::optional<std::string> troubleOf(Rank rank) const;
 
  private:
   Blame blameOn(Rank rank, uint64_t sequence) const;
@@ -60,7 +63,9 @@ class Diagnosis {
   const Team& team_;
   Channels& channels_;
   Inquiries inquiries_;
-  std::map<Rank, uint64_t> left_;  // ranks of other nodes, with their numbers of calls
+  // Ranks of other nodes; with their numbers of calls.
+  std::map<Rank, uint64_t> left_;
+  std::map<Rank, Trouble> troubles_;
 };
 
 }  // namespace smddp::engine

@@ -213,6 +213,22 @@ std::vector<bootstrap::Rendezvous::Loss> Engine::lostOf(const KnownMembers& know
 
 std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group::Spec& spec,
                                            Nanoseconds timeout, const KnownMembers& known) {
+  try {
+    return meet(store, spec, timeout, known);
+  } catch (const Error& error) {
+    // Ranks of other groups may be about to wait for this one.
+    if (isUsable() && error.kind() == ErrorKind::PeerLost) {
+      call([&] {
+        process_->noteFailure(error.what());
+        groups_.tellOfTrouble();
+      });
+    }
+    throw;
+  }
+}
+
+std::shared_ptr<Group> Engine::meet(bootstrap::Store& store, const Group::Spec& spec,
+                                    Nanoseconds timeout, const KnownMembers& known) {
   const Seal seal(settings().jobToken.text);
   std::pair<std::shared_ptr<Group>, bootstrap::Introduction> begun;
   try {
@@ -313,7 +329,14 @@ CompletionPtr Engine::submitAny(Group& group, Operation operation) {
     }
     if (isOneShot) {
       // Else the other ranks were late, and the operation is in flight.
-      if (completion->done()) return;
+      if (completion->done()) {
+        // An error has left continuations.
+        if (completion->error()) {
+          groups_.activate(group);
+          progress_.collectLeftovers();
+        }
+        return;
+      }
     } else {
       group.submit(std::move(operation), completion);
     }

@@ -152,6 +152,9 @@ class Engine {
   bool isUsable() const { return !isShutDown_.load() && forkCount_ == forkCount(); }
   // Those members of a new group that are known to be lost, with what is known.
   std::vector<bootstrap::Rendezvous::Loss> lostOf(const KnownMembers& known);
+  // createGroup(), whose errors this process's other groups have not heard of.
+  std::shared_ptr<Group> meet(bootstrap::Store& store, const Group::Spec& spec, Nanoseconds timeout,
+                              const KnownMembers& known);
   // Waits on behalf of a caller of the group.
   void waitUntil(Group& group, const std::function<bool()>& done, Nanoseconds yieldFor = 0);
   // Runs `action`, which may end operations of the group or leave something in flight.

@@ -515,7 +515,7 @@ bool Executor::received(const Step& step, uint32_t stepIndex, int64_t trip) {
     raise(ErrorKind::Mismatch,
           "rank {} sent {} bytes where its plan has {}: do all ranks run the same smddp with the "
           "same settings?",
-          step.who, header.length, step.length);
+          membership_.jobRank(step.who), header.length, step.length);
   }
   return true;
 }

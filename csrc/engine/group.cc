@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
+#include <set>
 
 #include "common/config.h"
 #include "common/log.h"
@@ -61,6 +63,20 @@ void requireSameAlgorithms(const std::vector<bootstrap::Introduction>& introduct
   }
 }
 
+// The numbers come from other processes. Two that are equal would hide one rank.
+std::vector<Rank> jobRanksOf(const std::vector<GroupEntry>& entries) {
+  std::vector<Rank> ranks;
+  std::set<int64_t> different;
+  for (const GroupEntry& entry : entries) {
+    if (entry.jobRank < 0 || entry.jobRank > std::numeric_limits<Rank>::max() ||
+        !different.insert(entry.jobRank).second) {
+      return {};
+    }
+    ranks.push_back(static_cast<Rank>(entry.jobRank));
+  }
+  return ranks;
+}
+
 }  // namespace
 
 Group::Group(Process& process, Spec spec)
@@ -79,6 +95,7 @@ Group::Group(Process& process, Spec spec)
 
 std::vector<std::byte> Group::makeEntry() {
   GroupEntry entry = team_.lease();
+  entry.jobRank = spec_.jobRank;
   entry.algorithmDigest = collectives::tuningFromSettings().digest(
       fmt::format("{};{}", spec_.options.algorithm, toString(wire_)));
   return entry.encode();
@@ -97,7 +114,8 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
     const auto* known = dynamic_cast<const Error*>(&error);
     const Error cause(
         known ? known->kind() : ErrorKind::Resource,
-        fmt::format("rank {} cannot join group \"{}\": {}", spec_.me, spec_.name, error.what()));
+        fmt::format("rank {} cannot join group \"{}\": {}",
+                    spec_.jobRank < 0 ? spec_.me : spec_.jobRank, spec_.name, error.what()));
     team_.publishBreak({1, cause});
     throw cause;
   }
@@ -111,6 +129,7 @@ void Group::joinAll(const std::vector<bootstrap::Introduction>& introductions,
                         .group = entries.front().groupId,
                         .topology = plan::Topology::fromNames(nodeOfRank, spec_.me),
                         .peers = {},
+                        .jobRanks = jobRanksOf(entries),
                         .self = Peer::describe(introductions[spec_.me])};
   const plan::Topology& nodes = membership.topology;
   warnOfOtherLayouts(nodes, spec_.me);
@@ -159,6 +178,7 @@ void Group::submit(Message message, CompletionPtr completion) {
 }
 
 void Group::interrupt() {
+  if (!sentinel_->broken()) wasInterrupted_.store(true);
   fail(Error(ErrorKind::Aborted,
              fmt::format("{} was interrupted by a signal", membership_->nameOf(spec_.me))));
 }
@@ -223,10 +243,13 @@ std::string Group::describeWire() const {
 std::string Group::describe() const {
   const size_t numTracks = operations_->numTracks();
   return fmt::format(
-      "group \"{}\": rank {} of {}, {} node{} ({} rank{}), {} operation{} at a time{}; algorithms "
+      "group \"{}\": rank {} of {}{}, {} node{} ({} rank{}), {} operation{} at a time{}; "
+      "algorithms "
       "by {}",
-      spec_.name, spec_.me, spec_.size, topology().numNodes(), spansNodes() ? "s" : "",
-      ranksOfNodes(topology()), spec_.size > 1 ? "s" : "", numTracks, numTracks > 1 ? "s" : "",
+      spec_.name, spec_.me, spec_.size,
+      membership_->isPart() ? fmt::format(" (rank {} of the job)", jobRank(spec_.me)) : "",
+      topology().numNodes(), spansNodes() ? "s" : "", ranksOfNodes(topology()),
+      spec_.size > 1 ? "s" : "", numTracks, numTracks > 1 ? "s" : "",
       !spansNodes() ? "" : describeWire(), plans_->sources());
 }
 

@@ -17,6 +17,7 @@
 // Errors: the first one breaks the group for good (Sentinel).
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <optional>
@@ -49,6 +50,7 @@ class Group final {
     Rank me = 0;
     int size = 1;
     GroupOptions options = {};
+    Rank jobRank = -1;  // this rank's number in the job (Membership::jobRanks); -1: the same
     // Callbacks of futures make its calls. Its errors say so.
     bool ofCallbacks = false;
   };
@@ -66,6 +68,8 @@ class Group final {
   const Spec& spec() const { return spec_; }
   uint64_t id() const { return membership_->group; }
   const plan::Topology& topology() const { return membership_->topology; }
+  // See Membership. [any thread]
+  Rank jobRank(Rank rank) const { return membership_->jobRank(rank); }
   bool spansNodes() const { return membership_->spansNodes(); }
   // What the group was made with. [any thread]
   const WireOption& wire() const { return wire_; }
@@ -104,8 +108,10 @@ class Group final {
     sentinel_->expire(completion, waited);
   }
   void fail(const Error& cause) { sentinel_->fail(cause); }
+  void tellOfTrouble(const std::string& text) { sentinel_->tellOfTrouble(text); }
   // A signal has ended a wait of this rank: what is in flight ends on all ranks.
   void interrupt();
+  bool wasInterrupted() const { return wasInterrupted_.load(); }  // [any thread]
   // For a caller that waits for the store to have the entry of `rank`. Returns how the rank was lost, if it was. If
   // not, probes its host, so that a host that does not answer is found.
   std::optional<Error> howLost(Rank rank) { return sentinel_->howLost(rank); }
@@ -148,6 +154,7 @@ class Group final {
   Process& process_;  // shutdown() of the engine destroys it
   const Spec spec_;
   const WireOption wire_;
+  std::atomic<bool> wasInterrupted_{false};
   const plan::Limits limits_;
   EndedOperations ended_;
   Team team_;

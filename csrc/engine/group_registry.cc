@@ -42,6 +42,7 @@ void GroupRegistry::leave(const std::shared_ptr<Group>& group) {
   ownership_.assertOwned();
   const auto found = joined_.find(group->id());
   if (found == joined_.end() || found->second != group) return;
+  tellOfTrouble();
   group->leave();
   left_.push_back(group);
   joined_.erase(found);
@@ -50,6 +51,7 @@ void GroupRegistry::leave(const std::shared_ptr<Group>& group) {
 void GroupRegistry::leaveAll() {
   ownership_.assertOwned();
   hasLeftAll_ = true;
+  tellOfTrouble();
   for (auto& [id, group] : joined_) {
     group->leave();
     left_.push_back(group);
@@ -139,6 +141,13 @@ void GroupRegistry::checkHealth() {
   }
 }
 
+void GroupRegistry::tellOfTrouble() {
+  ownership_.assertOwned();
+  const std::string text = process_.takeFailure();
+  if (text.empty()) return;
+  for (auto& [id, group] : joined_) group->tellOfTrouble(text);
+}
+
 void GroupRegistry::failActive(const Error& error) {
   ownership_.assertOwned();
   for (Group* group : active_) group->fail(error);
@@ -146,6 +155,7 @@ void GroupRegistry::failActive(const Error& error) {
 
 void GroupRegistry::moveLeftoversTo(Leftovers& leftovers) {
   ownership_.assertOwned();
+  tellOfTrouble();
   leftovers.take(ofEndedGroups_);
   for (Group* group : active_) group->moveLeftoversTo(leftovers);
   for (auto& group : left_) group->moveLeftoversTo(leftovers);

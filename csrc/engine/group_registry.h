@@ -71,6 +71,8 @@ class GroupRegistry {
   }
   // Looks for everything that can have gone wrong.
   void checkHealth();
+  // If a group has failed, tells the ranks of the others.
+  void tellOfTrouble();
   // Breaks the groups with something in flight.
   void failActive(const Error& error);
   // Appends what operations that have ended leave behind. Groups that are idle now are active no longer.

@@ -176,7 +176,7 @@ void Matcher::onAnnounce(Rank from, Announced message) {
     raise(ErrorKind::Resource,
           "rank {} has sent {} messages that this rank has not received; let it wait for this one "
           "from time to time",
-          from, announced_[from].size());
+          host_.jobRank(from), announced_[from].size());
   }
   bytes += message.memory();
   announced_[from].push_back(std::move(message));
@@ -189,7 +189,8 @@ void Matcher::accept(Rank from, Announced message, Transfer transfer) {
     posted_.push_back(std::move(transfer));
     raise(ErrorKind::Mismatch,
           "rank {} sends {} bytes {} to rank {}, which receives {}: {} must have the same size",
-          from, message.bytes, describeTag(message.tag), me_, expected,
+          host_.jobRank(from), message.bytes, describeTag(message.tag), host_.jobRank(me_),
+          expected,
           message.tag < 0 ? "what one rank splits off for another, and the other expects from it,"
                           : "the tensors on both sides");
   }
@@ -217,7 +218,8 @@ void Matcher::onAccept(Rank from, uint64_t id) {
   auto& awaiting = awaitingAccept_[from];
   const auto found = awaiting.find(id);
   if (found == awaiting.end()) {
-    raise(ErrorKind::Transport, "rank {} accepts a message that was never announced", from);
+    raise(ErrorKind::Transport, "rank {} accepts a message that was never announced",
+          host_.jobRank(from));
   }
   found->second.isMatched = true;
   sending_[from].push_back(std::move(found->second));
@@ -243,8 +245,9 @@ void Matcher::copyToSelf(Transfer& send, Transfer& receive) {
   if (send.bytes != receive.bytes) {
     toSelf_.push_back(std::move(send));
     posted_.push_back(std::move(receive));
-    raise(ErrorKind::Mismatch, "rank {} sends itself {} bytes {} and receives {}", me_,
-          toSelf_.back().bytes, describeTag(toSelf_.back().message.tag), posted_.back().bytes);
+    raise(ErrorKind::Mismatch, "rank {} sends itself {} bytes {} and receives {}",
+          host_.jobRank(me_), toSelf_.back().bytes, describeTag(toSelf_.back().message.tag),
+          posted_.back().bytes);
   }
   copy(Buffer(send.message.buffer), Buffer(receive.message.buffer), send.bytes);
   receive.completion->setSource(me_);
@@ -274,7 +277,7 @@ bool Matcher::pumpSend(Rank to, Queue& queue) {
   transport::SendChannel& channel = host_.sendChannel(to);
   if (!channel.isOpen()) return false;
   if (channel.slotBytes() == 0)
-    raise(ErrorKind::Transport, "rank {} has slots of 0 bytes for messages", to);
+    raise(ErrorKind::Transport, "rank {} has slots of 0 bytes for messages", host_.jobRank(to));
   bool advanced = false;
   for (Transfer& transfer : queue) {
     const Buffer buffer(transfer.message.buffer);
@@ -325,7 +328,8 @@ bool Matcher::pumpReceive(Rank from, Incoming& incoming) {
       const auto payload = channel.payload(number);
       const auto length = static_cast<int64_t>(payload.size());
       if (length > transfer.bytes - transfer.moved) {
-        raise(ErrorKind::Transport, "rank {} sent more bytes than it had announced", from);
+        raise(ErrorKind::Transport, "rank {} sent more bytes than it had announced",
+              host_.jobRank(from));
       }
       for (int64_t copied = 0; copied < length;) {
         const auto run = buffer.at(transfer.moved + copied, length - copied);

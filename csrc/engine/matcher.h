@@ -52,6 +52,8 @@ class Matcher {
     virtual void finish(Transfer& transfer) = 0;
     // Whether control messages to this rank still wait for room.
     virtual bool backlogged(Rank to) = 0;
+    // The number of a rank in texts.
+    virtual Rank jobRank(Rank rank) const { return rank; }
   };
 
   // The longest message that is sent as buffered.

@@ -34,15 +34,37 @@ std::optional<Rank> Membership::rankOf(const Peer& peer) const {
   return static_cast<Rank>(found - peers.begin());
 }
 
+bool Membership::isPart() const {
+  for (Rank rank = 0; rank < size(); ++rank) {
+    if (jobRank(rank) != rank) return true;
+  }
+  return false;
+}
+
+std::string Membership::listOf(const std::set<Rank>& ranks) const {
+  std::string list;
+  for (const Rank rank : ranks)
+    list += fmt::format("{}{}", list.empty() ? "" : ", ", jobRank(rank));
+  return list;
+}
+
+std::string Membership::describe(const transport::CallFingerprint& call) const {
+  return engine::describe(call, jobRanks);
+}
+
 std::string Membership::nameOf(Rank rank) const {
   const Peer* peer = peers[rank];
-  return fmt::format("rank {} ({})", rank, peer == nullptr ? self : peer->describe());
+  return fmt::format("rank {} ({})", jobRank(rank), peer == nullptr ? self : peer->describe());
 }
 
 Error Membership::failed(const std::string& what, const Error& cause) const {
-  return Error(cause.kind(), fmt::format("smddp: {}{} failed on rank {}/{}: {}", what,
-                                         ofCallbacks ? " (called by a callback of a future)" : "",
-                                         me(), size(), cause.what()));
+  const std::string where =
+      isPart() ? fmt::format("{} ({}/{} of the group)", jobRank(me()), me(), size())
+               : fmt::format("{}/{}", me(), size());
+  return Error(cause.kind(),
+               fmt::format("smddp: {}{} failed on rank {}: {}", what,
+                           ofCallbacks ? " (called by a callback of a future)" : "", where,
+                           cause.what()));
 }
 
 void Membership::requireSameCall(Rank rank, const transport::CallFingerprint& theirs,
@@ -50,7 +72,7 @@ void Membership::requireSameCall(Rank rank, const transport::CallFingerprint& th
   if (sameCall(theirs, mine)) return;
   raise(ErrorKind::Mismatch,
         "{} is in {} while rank {} is in {}: all ranks must make the same calls in the same order",
-        nameOf(rank), describe(theirs), me(), describe(mine));
+        nameOf(rank), describe(theirs), jobRank(me()), describe(mine));
 }
 
 }  // namespace smddp::engine

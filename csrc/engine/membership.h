@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -24,6 +25,7 @@ struct GroupEntry {
   uint64_t regionBytes = 0;
   uint64_t groupId = 0;          // rank 0's is the group's
   uint64_t algorithmDigest = 0;  // of what overrules the built-in table of algorithms
+  int64_t jobRank = -1;          // see Membership::jobRanks; -1: its rank in the group
 
   std::vector<std::byte> encode() const;
   // Throws Transport when the bytes are no entry.
@@ -38,7 +40,9 @@ struct Membership {
   uint64_t epoch = 0;
   plan::Topology topology;
   std::vector<Peer*> peers;  // by rank; null for this rank
-  std::string self;          // this process, as Peer::describe() calls others
+  // By rank: the number by which users know it. The ranks of a group that is a part of the job have others there.
+  std::vector<Rank> jobRanks;
+  std::string self;  // this process, as Peer::describe() calls others
 
   Rank me() const { return topology.me(); }
   int size() const { return topology.numRanks(); }
@@ -54,10 +58,21 @@ struct Membership {
     return {group, track, subchannel, source, destination};
   }
 
-  // "rank 3 (pid 40122 on ip-10-0-1-7)"
+  // In each text for users; also of a number that is no rank.
+  Rank jobRank(Rank rank) const {
+    const auto index = static_cast<size_t>(rank);
+    return index < jobRanks.size() ? jobRanks[index] : rank;
+  }
+  // Whether the group's ranks have other numbers in the job.
+  bool isPart() const;
+  // "3" with the number in the job; "0, 3".
+  std::string listOf(const std::set<Rank>& ranks) const;
+  // "rank 3 (pid 40122 on ip-10-0-1-7)", with the number in the job.
   std::string nameOf(Rank rank) const;
-  // `cause` as the user reads it: "smddp: send (group "g") failed on rank 0/4: …" for `what` = "send (group "g")".
-  // If callbacks make the group's calls, it says so.
+  // engine::describe(), whose root has the number in the job.
+  std::string describe(const transport::CallFingerprint& call) const;
+  // `cause` as the user reads it: "smddp: send (group "g") failed on rank 0/4: …" for `what` = "send (group "g")"; "on
+  // rank 3 (1/2 of the group)" if the group is a part of the job. If callbacks make the group's calls, it says so.
   Error failed(const std::string& what, const Error& cause) const;
   // Throws Mismatch, which names both calls, unless they are the same.
   void requireSameCall(Rank rank, const transport::CallFingerprint& theirs,

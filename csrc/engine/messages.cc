@@ -55,7 +55,8 @@ void Messages::count(const Transfer& transfer) {
 void Messages::onControl(Rank from, transport::Bytes message) {
   process_.ownership().assertOwned();
   if (matcher_.onControl(from, message)) return;
-  raise(ErrorKind::Transport, "rank {} sent a message that is not understood", from);
+  raise(ErrorKind::Transport, "rank {} sent a message that is not understood",
+        membership_.jobRank(from));
 }
 
 bool Messages::withdraw(const Completion& receive) {
@@ -103,10 +104,11 @@ std::optional<InFlight> Messages::inFlightOf(const Completion& completion) {
 InFlight Messages::inFlightOf(const Transfer& transfer) const {
   const Message& message = transfer.message;
   InFlight at;
-  at.wait =
-      fmt::format("to {} {} {}", message.send ? "send to" : "receive from",
-                  message.peer == kAnySource ? "any rank" : fmt::format("rank {}", message.peer),
-                  describeTag(message.tag));
+  at.wait = fmt::format("to {} {} {}", message.send ? "send to" : "receive from",
+                        message.peer == kAnySource
+                            ? "any rank"
+                            : fmt::format("rank {}", membership_.jobRank(message.peer)),
+                        describeTag(message.tag));
   const Rank awaited = partnerOf(transfer);
   if (awaited == kAnySource) {
     at.awaitsAnyone = true;

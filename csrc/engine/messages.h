@@ -54,6 +54,7 @@ class Messages final : public Watched, private Matcher::Host {
     ended_.release(std::move(transfer.message.keepAlive));
   }
   bool backlogged(Rank to) override { return channels_.hasBacklog(to); }
+  Rank jobRank(Rank rank) const override { return membership_.jobRank(rank); }
 
   Process& process_;
   const Membership& membership_;

@@ -519,13 +519,9 @@ InFlight Operations::inFlightOf(const TrackState& state) const {
   } else if (state.phase != Phase::Idle) {
     blocked = state.executor.blockedStep();
   }
-  std::string ranks;
-  for (const Rank rank : blocked.awaited) {
-    ranks += fmt::format("{}{}", ranks.empty() ? "" : ", ", rank);
-  }
   InFlight at;
-  at.wait =
-      fmt::format("{} for rank{} {}", blocked.where, blocked.awaited.size() == 1 ? "" : "s", ranks);
+  at.wait = fmt::format("{} for rank{} {}", blocked.where, blocked.awaited.size() == 1 ? "" : "s",
+                        membership_.listOf(blocked.awaited));
   at.awaited = std::move(blocked.awaited);
   at.exchanged = blocked.exchanged;
   at.toExchange = blocked.toExchange;
@@ -544,8 +540,9 @@ InFlight Operations::inFlightOf(const TrackState& state) const {
 
 void Operations::endWith(Operation& operation, const Break& broken) {
   ended_.keep(std::move(operation.request.keepAlive));
-  const std::string what = fmt::format("{} #{} (group \"{}\")", describe(operation.fingerprint),
-                                       operation.sequence, membership_.name);
+  const std::string what =
+      fmt::format("{} #{} (group \"{}\")", membership_.describe(operation.fingerprint),
+                  operation.sequence, membership_.name);
   if (metrics_ != nullptr)
     metrics_->countError(toString(operation.request.collective), toString(broken.cause.kind()));
   ended_.finish(*operation.completion, membership_.failed(what, broken.cause));

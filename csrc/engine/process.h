@@ -12,6 +12,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bootstrap/introduction.h"
@@ -147,6 +148,15 @@ class Process {
 
   // Moves messages. Returns how many events there were.
   size_t poll();
+  // A group has failed, or could not be made; the text is for users. The first failure counts until it is taken.
+  void noteFailure(const std::string& text) {
+    ownership_.assertOwned();
+    if (failure_.empty()) failure_ = text;
+  }
+  std::string takeFailure() {
+    ownership_.assertOwned();
+    return std::exchange(failure_, {});
+  }
   // Whether the hosts of all remote peers that are not gone have what was sent to them.
   bool isAllDelivered() const;
   // Looks for peers that are gone. Too slow for the fast path.
@@ -215,6 +225,7 @@ class Process {
   ProcessId id_;
   uint64_t lastGroup_ SMDDP_GUARDED_BY(ownership_) =
       0;  // how many groups this process has numbered
+  std::string failure_ SMDDP_GUARDED_BY(ownership_);
   uint64_t nodeAgreement_ SMDDP_GUARDED_BY(ownership_) = 0;
   const NodeMemory memory_;
   StatusBoard status_;

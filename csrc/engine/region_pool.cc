@@ -14,6 +14,7 @@ std::span<std::byte> RegionPool::take(const RegionLayout& layout) {
   auto& header = *reinterpret_cast<RegionHeader*>(region.data());
   header.numBreaks.store(0, std::memory_order_relaxed);
   header.left.store(0, std::memory_order_relaxed);
+  header.trouble.store(0, std::memory_order_relaxed);
   header.called.store(0, std::memory_order_relaxed);
   header.blame.store(0, std::memory_order_relaxed);
   for (int64_t t = 0; t < layout.tracks; ++t)

@@ -22,6 +22,8 @@ constexpr Nanoseconds kShowPeriod = 200'000'000;
 // much longer than those before it (InFlight::usual), and longer than most that are late for a good reason.
 constexpr Nanoseconds kLongWait = 10'000'000'000;
 constexpr Nanoseconds kTimesUsual = 20;
+// Between the first cause of an error and how it came to this group.
+constexpr const char* kConsequence = "; because of that ";
 
 // The same, with what is known. To find out that a host cannot be reached, or that a rank is silent, takes some time
 // already.
@@ -63,8 +65,8 @@ Break checked(Break broken, int numRanks) {
 }
 
 std::string statusHead(const Membership& membership) {
-  return fmt::format("group\t{}\t{}\t{}\n", StatusBoard::field(membership.name), membership.me(),
-                     membership.size());
+  return fmt::format("group\t{}\t{}\t{}\t{}\n", StatusBoard::field(membership.name),
+                     membership.me(), membership.size(), membership.jobRank(membership.me()));
 }
 
 }  // namespace
@@ -157,9 +159,9 @@ void Sentinel::report(Wait& wait, const InFlight& at) {
                                                         static_cast<double>(at.usual) * 1e-9);
   SMDDP_LOG(Warn, "engine",
             "{} #{} (group \"{}\") of rank {} has waited for {:.1f} s, since {}{}: it waits {}{}{}",
-            describe(at.fingerprint), at.sequence, membership_.name, membership_.me(),
-            static_cast<double>(waited) * 1e-9, timeOfDay(waited), usual, at.wait,
-            diagnosis_.culprit(blame), progressOf(at));
+            membership_.describe(at.fingerprint), at.sequence, membership_.name,
+            membership_.jobRank(membership_.me()), static_cast<double>(waited) * 1e-9,
+            timeOfDay(waited), usual, at.wait, diagnosis_.culprit(blame), progressOf(at));
 }
 
 void Sentinel::showWaits(const std::vector<InFlight>& inFlight) {
@@ -172,7 +174,7 @@ void Sentinel::showWaits(const std::vector<InFlight>& inFlight) {
     if (since != 0 && now - since < kShowPeriod) continue;
     const std::string culprit = diagnosis_.culprit(diagnosis_.blameFor(at.awaited, at.sequence));
     text += fmt::format("wait\t{}\t{}\t{}\t{}\t{}\n", at.sequence, since,
-                        at.sequence == 0 ? "message" : describe(at.fingerprint),
+                        at.sequence == 0 ? "message" : membership_.describe(at.fingerprint),
                         StatusBoard::field(at.wait),
                         culprit.empty() ? "" : StatusBoard::field(culprit.substr(2)));
   }
@@ -223,8 +225,9 @@ Error Sentinel::timeout(const InFlight& at, Nanoseconds waited) const {
     }
   }
   return Error(ErrorKind::Timeout, fmt::format("Timed out after {:.1f} s, rank {} waits {}{}{}",
-                                               static_cast<double>(waited) * 1e-9, membership_.me(),
-                                               at.wait, culprit, progressOf(at)));
+                                               static_cast<double>(waited) * 1e-9,
+                                               membership_.jobRank(membership_.me()), at.wait,
+                                               culprit, progressOf(at)));
 }
 
 // Says when a call last exchanged data, because a call that only needs more time is not stuck.
@@ -306,6 +309,13 @@ bool Sentinel::checkMembers() {
 
 Break Sentinel::lossOf(uint64_t from, Rank lost) const {
   const Peer* const peer = membership_.peers[lost];
+  const auto trouble = diagnosis_.troubleOf(lost);
+  if (trouble && peer != nullptr && !peer->isHostSilent) {
+    const std::string how = diagnosis_.howLost(lost);
+    return {from,
+            Error(ErrorKind::PeerLost, fmt::format("{}{}{} is gone: {}", *trouble, kConsequence,
+                                                   membership_.nameOf(lost), how))};
+  }
   return {from, Error(ErrorKind::PeerLost, diagnosis_.howLost(lost)), lost, membership_.me(),
           peer != nullptr && peer->isHostSilent};
 }
@@ -330,6 +340,7 @@ void Sentinel::breakGroup(const Break& broken, Origin origin) {
   if (isBroken(broken.firstBroken)) return;
   // If a mate died, this process can see that before another host does, and inWords() must know it.
   if (broken.lost >= 0 && membership_.isMate(broken.lost)) process_.checkPeers();
+  const bool isFirst = !broken_;
   forOthers_.emplace(broken);
   const ErrorKind kind = broken.cause.kind();
   if (origin == Origin::Here && (kind == ErrorKind::Resource || kind == ErrorKind::Internal)) {
@@ -343,13 +354,29 @@ void Sentinel::breakGroup(const Break& broken, Origin origin) {
   for (auto& action : std::exchange(breakActions_, {})) {
     ended_.add([action = std::move(action), cause] { action(cause); });
   }
-  SMDDP_LOG(Debug, "engine", "group \"{}\" is broken from #{} on: {}", membership_.name,
-            broken.firstBroken, cause.what());
+  // Here, and not where callers get their error: before they do, the process may be asked to end, as torchrun does with
+  // all ranks when it sees that one has died.
+  if (isFirst && !(left_ && cause.kind() == ErrorKind::Aborted)) {
+    process_.noteFailure(cause.what());
+    SMDDP_LOG(Error, "engine", "SMDDP{}: {}", toString(cause.kind()),
+              membership_.failed(fmt::format("group \"{}\"", membership_.name), cause).what());
+  }
   team_.publishBreak(*forOthers_);
   // A rank that receives the break tells no other node: we do, and a rank that waits for us asks (onInquiry).
   if (origin == Origin::Here) tellOtherNodes();
   if (broken.isHostSilent) giveUpNodeOf(broken.lost, broken.cause.what());
   for (Watched* watched : watched_) watched->endBroken(*broken_);
+}
+
+void Sentinel::tellOfTrouble(const std::string& text) {
+  process_.ownership().assertOwned();
+  if (left_ || broken_) return;
+  const Trouble trouble{calls_.last(), text.substr(0, text.find(kConsequence))};
+  team_.publishTrouble(trouble);
+  const auto message = makeTrouble(membership_.group, trouble);
+  for (Rank rank = 0; rank < membership_.size(); ++rank) {
+    if (membership_.reachable(rank) != nullptr) channels_.tell(rank, message);
+  }
 }
 
 void Sentinel::tellOtherNodes() {
@@ -387,6 +414,8 @@ bool Sentinel::onControl(Rank from, transport::Bytes message) {
     diagnosis_.onAnswer(from, answer->blame);
   } else if (const auto left = parseLeft(message)) {
     diagnosis_.onLeft(from, left->calls);
+  } else if (auto trouble = parseTrouble(message)) {
+    diagnosis_.onTrouble(from, {trouble->calls, printable(trouble->text)});
   } else if (const auto inquiry = parseInquiry(message)) {
     onInquiry(from, *inquiry);
   } else {
@@ -438,7 +467,8 @@ void Sentinel::leave(bool isIdle) {
   status_.end();
   breakActions_.clear();
   if (!isIdle) {
-    fail(Error(ErrorKind::Aborted, fmt::format("rank {} left the group", membership_.me())));
+    fail(Error(ErrorKind::Aborted,
+               fmt::format("{} left the group", membership_.nameOf(membership_.me()))));
   }
   // Later calls of this rank end with this error. Other ranks are not told: they may still use what we have sent.
   leftInOrder_ = !isBroken(calls_.last() + 1);

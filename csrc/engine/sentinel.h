@@ -54,6 +54,8 @@ class Sentinel {
   bool onControl(Rank from, transport::Bytes message);
   // A caller no longer waits for this operation: breaks the group, unless the operation has ended.
   void expire(const Completion& completion, Nanoseconds waited);
+  // Another group of this process has failed. Tells the ranks of this one, in case this rank leaves because of that.
+  void tellOfTrouble(const std::string& text);
   // Breaks the group from the oldest operation in flight on.
   void fail(const Error& cause);
   // How `rank` was lost, if it was. If not, probes its host.

@@ -9,7 +9,7 @@
 //
 // `version` is 0 while the slot is free, odd while it is being written. `text` has lines, whose fields are separated by
 // tabs:
-//   group  <name> <rank> <size>
+//   group  <name> <rank> <size> <rank in the job>
 //   wait   <number of the call, or 0> <since when, or 0> <call> <what it waits for> <whose fault it is, or nothing>
 //
 // Times are nanoseconds of CLOCK_MONOTONIC. The lines about waits hold only if `writtenAt` is less than a second old.

@@ -66,7 +66,8 @@ std::byte* Team::checkedRegion(Rank rank, const GroupEntry& entry) const {
     raise(ErrorKind::Mismatch,
           "rank {} ({}) shares {} bytes for group \"{}\", this rank {}: do all ranks run the same "
           "smddp?",
-          rank, peer.describe(), entry.regionBytes, membership_->name, region_.size());
+          membership_->jobRank(rank), peer.describe(), entry.regionBytes, membership_->name,
+          region_.size());
   }
   return memory.data() + entry.regionOffset;
 }
@@ -200,7 +201,8 @@ void Team::publishBreak(const Break& broken) {
   if (number == kMaxBreaks) return;
   BreakRecord& record = mine().breaks[number];
   const std::string text = broken.cause.what();
-  text.copy(record.text, sizeof record.text - 1);
+  // The memory may have had a longer text of another group.
+  record.text[text.copy(record.text, sizeof record.text - 1)] = 0;
   record.kind = static_cast<uint32_t>(broken.cause.kind());
   record.firstBroken = broken.firstBroken;
   record.lost = broken.lost;
@@ -226,6 +228,22 @@ std::optional<Break> Team::nextBreak() {
                  record.lost, record.noticedBy, record.isHostSilent != 0};
   }
   return std::nullopt;
+}
+
+void Team::publishTrouble(const Trouble& trouble) {
+  process_.ownership().assertOwned();
+  if (mine().trouble.load(std::memory_order_relaxed) != 0) return;
+  auto& text = mine().troubleText;
+  text[trouble.text.copy(text, sizeof text - 1)] = 0;
+  mine().trouble.store(trouble.calls + 1, std::memory_order_release);
+}
+
+std::optional<Trouble> Team::troubleOf(Rank mate) const {
+  const RegionHeader& theirs = *member(mate).region;
+  const uint64_t found = theirs.trouble.load(std::memory_order_acquire);
+  if (found == 0 || calledBy(mate) >= found) return std::nullopt;
+  const auto& text = theirs.troubleText;
+  return Trouble{found - 1, std::string(text, strnlen(text, sizeof text))};
 }
 
 void Team::publishLeft() {

@@ -94,6 +94,10 @@ class Team {
   void publishBreak(const Break& broken);
   // The next break that a mate has published and that was not read yet.
   std::optional<Break> nextBreak();
+  // Once; later ones are dropped.
+  void publishTrouble(const Trouble& trouble);
+  // Of a mate that has made no call since.
+  std::optional<Trouble> troubleOf(Rank mate) const;
   void publishLeft();
   bool hasLeft(Rank mate) const;
   // Whether the mate may still use the group's memory. (It no longer does if its region belongs to another group by

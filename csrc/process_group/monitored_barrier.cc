@@ -53,8 +53,9 @@ void MonitoredBarrier::awaitRelease(Nanoseconds timeout) const {
     throwAsTorch(
         Error(completion->error()->kind(),
               fmt::format("[Rank {0}]: Rank {0} successfully reached monitoredBarrier, but "
-                          "received errors while waiting for send/recv from rank 0. {1}",
-                          group_->spec().me, completion->error()->what())));
+                          "received errors while waiting for send/recv from rank {1}. {2}",
+                          group_->jobRank(group_->spec().me), group_->jobRank(0),
+                          completion->error()->what())));
   }
 }
 
@@ -62,13 +63,14 @@ void MonitoredBarrier::awaitRanks(Nanoseconds timeout, bool all) const {
   const MonotonicClock clock;
   const Deadline deadline = Deadline::after(clock, timeout);
   const auto giveUp = [&](ErrorKind kind, const std::string& text) {
-    const Error error(kind, "[Rank 0]: " + text);
+    const Error error(kind, fmt::format("[Rank {}]: {}", group_->jobRank(0), text));
     engine_->fail(*group_, error);
     throwAsTorch(error);
   };
   const auto inTime = fmt::format("in {} ms", timeout / 1'000'000);
   if (timeout <= 0) {
-    giveUp(ErrorKind::Timeout, fmt::format("Rank 0 timed out in monitoredBarrier {}", inTime));
+    giveUp(ErrorKind::Timeout,
+           fmt::format("Rank {} timed out in monitoredBarrier {}", group_->jobRank(0), inTime));
   }
   std::vector<engine::CompletionPtr> here;
   for (Rank r = 1; r < group_->spec().size; ++r) {
@@ -79,10 +81,11 @@ void MonitoredBarrier::awaitRanks(Nanoseconds timeout, bool all) const {
   for (Rank r = 1; r < group_->spec().size && (all || missing.empty()); ++r) {
     const auto& completion = here[static_cast<size_t>(r - 1)];
     const Nanoseconds left = std::max<Nanoseconds>(deadline.at - clock.now(), 0);
-    if (!engine_->waitFor(*group_, *completion, left)) missing.push_back(r);
+    if (!engine_->waitFor(*group_, *completion, left)) missing.push_back(group_->jobRank(r));
     if (!completion->done() || !completion->error()) continue;
-    giveUp(completion->error()->kind(), fmt::format("Rank {} failed to pass monitoredBarrier: {}",
-                                                    r, completion->error()->what()));
+    giveUp(completion->error()->kind(),
+           fmt::format("Rank {} failed to pass monitoredBarrier: {}", group_->jobRank(r),
+                       completion->error()->what()));
   }
   if (!missing.empty()) {
     giveUp(ErrorKind::Timeout,

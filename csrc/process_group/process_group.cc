@@ -58,6 +58,12 @@ std::shared_ptr<engine::Engine> engineFor(const ProcessGroup::Creation& creation
   }
 }
 
+// This rank's number in the job. -1: that in the group; also if it is none of its ranks, which the engine reports.
+Rank jobRankOf(const ProcessGroup::Creation& creation) {
+  const auto index = static_cast<size_t>(creation.rank);
+  return index < creation.ranksOfWorld.size() ? creation.ranksOfWorld[index] : -1;
+}
+
 // The ranks of a new group in the default group. Empty if that is not one of ours, or does not have all of them.
 engine::Engine::KnownMembers knownMembersOf(const ProcessGroup::Creation& creation) {
   WorldSlot& slot = worldSlot();
@@ -76,7 +82,9 @@ engine::Engine::KnownMembers knownMembersOf(const ProcessGroup::Creation& creati
 
 void reportTrouble(const intrusive_ptr<c10d::Store>& store, const std::string& name, int rank,
                    const Error& error) {
-  StoreAdapter adapter(store);
+  // A courtesy to the others.
+  constexpr Nanoseconds kPatience = 5'000'000'000;
+  StoreAdapter adapter(store, kPatience);
   // Not settings(), which may be what is wrong.
   const Seal seal(environment("SMDDP_JOB_TOKEN"));
   bootstrap::reportTrouble(adapter, name, rank, seal, error);
@@ -97,11 +105,12 @@ ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls
     globalRanks_.resize(static_cast<size_t>(creation.size));
     std::iota(globalRanks_.begin(), globalRanks_.end(), 0);
   }
-  StoreAdapter adapter(creation.store);
+  StoreAdapter adapter(creation.store, effectiveTimeout(creation.timeout));
   translated([&] {
-    group_ = engine_->createGroup(adapter,
-                                  {creation.name, creation.rank, creation.size, creation.options},
-                                  effectiveTimeout(creation.timeout), knownMembersOf(creation));
+    group_ = engine_->createGroup(
+        adapter,
+        {creation.name, creation.rank, creation.size, creation.options, jobRankOf(creation)},
+        effectiveTimeout(creation.timeout), knownMembersOf(creation));
     engine::chooseWire(*engine_, group_, effectiveTimeout(creation.timeout));
   });
   calls_.emplace(engine_, group_);
@@ -154,12 +163,11 @@ c10d::ErrorType ProcessGroup::getError() {
 
 void ProcessGroup::abortBecause(const std::string& reason) {
   if (hasLeft_) return;
-  const auto text =
-      fmt::format("rank {} called abort(){}{}", getRank(), reason.empty() ? "" : ": ", reason);
+  const auto text = fmt::format("rank {} called abort(){}{}", group_->jobRank(getRank()),
+                                reason.empty() ? "" : ": ", reason);
   for (const auto& group : calls_->groups()) engine_->abort(*group, text);
   devices_->close(Error(ErrorKind::Aborted, text));
-  // Last: a dump of torch's Flight Recorder may take seconds, and the other ranks wait for this one.
-  hooks_->abort.run();
+  HookThread::ofThisProcess().groupFailed(hooks_, group_->wasInterrupted());
 }
 
 void ProcessGroup::shutdown() {
@@ -180,6 +188,8 @@ void ProcessGroup::shutdown() {
     throw;
   }
   leave();
+  // Torch removes the hooks next.
+  if (!hooks_->completion.empty()) HookThread::ofThisProcess().finishCalls();
 }
 
 void ProcessGroup::leave() {
@@ -209,7 +219,7 @@ std::shared_ptr<CallOrder> ProcessGroup::order() {
     std::iota(all.begin(), all.end(), 0);
     const Nanoseconds timeout = effectiveTimeout(c10d::kUnsetTimeout);
     return translated([&] {
-      StoreAdapter adapter(store_);
+      StoreAdapter adapter(store_, timeout);
       auto made = engine_->createGroup(adapter, spec, timeout, {parent, std::move(all)});
       engine::chooseWire(*engine_, made, timeout);
       return made;
@@ -267,9 +277,9 @@ std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> ProcessGrou
   }
   const auto me = std::find(members.begin(), members.end(), getRank());
   if (me == members.end()) return {nullptr, timeout};
-  const engine::Group::Spec spec{options ? options->group_name : "",
-                                 static_cast<Rank>(me - members.begin()),
-                                 static_cast<int>(members.size()), parent->spec().options};
+  const engine::Group::Spec spec{
+      options ? options->group_name : "", static_cast<Rank>(me - members.begin()),
+      static_cast<int>(members.size()), parent->spec().options, parent->jobRank(getRank())};
   auto child = translated([&] {
     auto split = engine::splitGroup(*engine_, parent, spec, members, effectiveTimeout(timeout));
     engine::chooseWire(*engine_, split, effectiveTimeout(timeout));
@@ -420,8 +430,12 @@ void ProcessGroup::noteCoalesced(const intrusive_ptr<Work>& work) {
 void ProcessGroup::registerAbortHook(int64_t id, c10d::AbortHook hook) {
   hooks_->abort.add(id, std::move(hook));
   std::call_once(abortHooksAwaitBreak_, [this] {
-    translated(
-        [&] { engine_->onBreak(*group_, [hooks = hooks_](const Error&) { hooks->abort.run(); }); });
+    translated([&] {
+      engine_->onBreak(*group_, [hooks = hooks_, weak = std::weak_ptr(group_)](const Error&) {
+        const auto group = weak.lock();
+        HookThread::ofThisProcess().groupFailed(hooks, group && group->wasInterrupted());
+      });
+    });
   });
 }
 #endif

@@ -76,7 +76,8 @@ void SparseSum::exchange() {
           ErrorKind::Mismatch,
           fmt::format("all_reduce of sparse tensors: rank {} has another shape, dtype "
                       "or number of sparse dimensions than rank {}",
-                      rank, me));
+                      group_->jobRank(static_cast<Rank>(rank)),
+                      group_->jobRank(static_cast<Rank>(me))));
       engine_->fail(*group_, error);
       throw error;
     }

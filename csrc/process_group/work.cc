@@ -49,7 +49,8 @@ void Work::setOperations(std::vector<engine::CompletionPtr> completions) {
 
 void Work::report() {
   milliseconds_ = static_cast<float>(MonotonicClock().now() - start_) * 1e-6f;
-  if (firstError() == nullptr) call_.hooks->completion.run(completionKey_, milliseconds_);
+  if (firstError() != nullptr) return;
+  HookThread::ofThisProcess().callEnded(call_.hooks, completionKey_, milliseconds_);
 }
 
 void Work::whenEnded(std::function<void()> action) {
@@ -177,11 +178,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
       future->wait();
     }
     hasWaited_ = true;
-    if (const Error* error = firstError()) {
-      // Before the caller hears of it, because its process may end then.
-      if (call_.hooks) call_.hooks->abort.run();
-      throw *error;
-    }
+    if (const Error* error = firstError()) throw *error;
   });
   for (const auto* call : deviceCalls()) call->makeStreamWait();
   c10d::Work::synchronize();

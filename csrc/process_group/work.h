@@ -103,7 +103,7 @@ class Work final : public c10d::Work {
   // After the operations have ended, the first thread that comes copies what was staged; the others wait for it.
   void settle();
   const Error* firstError() const;
-  // Tells the hooks that the call has ended, if it has without an error.
+  // Gives the hooks to their thread, which tells them that the call has ended, if it has without an error.
   void report();
   c10::intrusive_ptr<c10::ivalue::Future> futureIfAny() const;
   at::IValue futureValue() const;

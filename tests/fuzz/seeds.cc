@@ -357,6 +357,12 @@ void engineSeeds() {
   LeftMessage goodbye;
   goodbye.calls = 1;
   add(barrier, control(goodbye));
+  struct {
+    TroubleMessage message;
+    char text[4] = {'w', 'h', 'y', '.'};
+  } trouble;
+  trouble.message.header.tailBytes = sizeof trouble.text;
+  add(barrier, control(trouble));
   add(barrier, control(inquiry));
   inquiry.sequence = 0;
   add(barrier, control(inquiry));

@@ -8,7 +8,9 @@ an order of their own.
 from __future__ import annotations
 
 import copy
+import os
 import random
+import signal
 import threading
 import time
 import warnings
@@ -431,6 +433,86 @@ def _hooks() -> list[str]:
 def test_a_hook_that_fails_stops_no_other() -> None:
     for ran in ranks.check_ranks(_hooks, "2"):
         assert {"fails", "works"} <= set(ran)
+
+
+def _hook_of_a_failure(how: str) -> tuple[list[str], str]:
+    said: list[str] = []
+    caught, ended = threading.Event(), threading.Event()
+    threads: list[str] = []
+
+    def hook() -> None:
+        name = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
+        threads.append(name.read_text().strip())
+        # If the caller's error waited for the hook, this would be first.
+        said.append("hook" if caught.wait(20) else "the error is late")
+        ended.set()
+
+    dist.init_process_group("smddp", timeout=timedelta(seconds=60))
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend.register_abort_hook(900_001, hook)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(7)
+    try:
+        while True:
+            dist.all_reduce(torch.ones(4), async_op=how == "waits").wait()
+    except (dist.DistBackendError, AttributeError):
+        said.append("error")
+    for _ in range(3):  # each of them meets the same failure
+        with pytest.raises(dist.DistBackendError):
+            dist.barrier()
+    if how == "destroys":
+        dist.destroy_process_group()
+    caught.set()
+    assert ended.wait(30)
+    time.sleep(0.05)
+    return said, threads[0]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d.Backend, "register_abort_hook"),
+    reason="this torch has no hooks",
+)
+@pytest.mark.parametrize("how", ["raises", "waits", "destroys"])
+def test_a_hook_comes_after_the_error_and_once(how: str) -> None:
+    outcomes = ranks.run_ranks(_hook_of_a_failure, "3", how)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.value == (["error", "hook"], "smddp-hooks"), str(outcome)
+
+
+def _hook_that_does_not_end(how: str) -> None:
+    def hook() -> None:
+        Path(os.environ["BEGUN"] + os.environ["RANK"]).touch()
+        while True:
+            time.sleep(0.01)
+
+    dist.init_process_group("smddp", timeout=timedelta(seconds=60))
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend.register_abort_hook(900_001, hook)
+    if how == "interrupt":
+        begun = Path(os.environ["BEGUN"] + os.environ["RANK"])
+
+        def interrupt() -> None:
+            while not begun.exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
+    backend.abort()
+    raise SystemExit(3)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d.Backend, "register_abort_hook"),
+    reason="this torch has no hooks",
+)
+@pytest.mark.parametrize(("how", "seconds"), [("interrupt", "86400"), ("wait", "1")])
+def test_a_process_ends_despite_a_hook(how: str, seconds: str, tmp_path: Path) -> None:
+    """The interpreter ends as it would without hooks: a thread in Python code would abort it."""
+    env = {"SMDDP_DUMP_SECONDS": seconds, "BEGUN": str(tmp_path / "begun")}
+    for outcome in ranks.run_ranks(_hook_that_does_not_end, "2", how, env=env, full_exit=True):
+        assert outcome.status == 3, str(outcome)
+        assert "SMDDP_DUMP_SECONDS" in outcome.stderr
 
 
 def _resident() -> int:

@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import freezer
 import psutil
 import pytest
 import ranks
@@ -516,6 +517,32 @@ def test_mismatch_of_a_call_behind_others() -> None:
         assert outcome.value.kind == "SMDDPCollectiveMismatchError", outcome.value
         assert "30 float32" in outcome.value.text, outcome.value
         assert "31 float32" in outcome.value.text, outcome.value
+
+
+# --- a frozen container -----------------------------------------------------------------------
+
+
+def _wait_for_a_frozen_rank(kind: str) -> Failure:
+    with ranks.job():
+        pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+        dist.all_gather(pids, torch.tensor([os.getpid()]))
+        dist.barrier()
+        ranks.limit(1.5)
+        if dist.get_rank() == CULPRIT:
+            time.sleep(0.5)  # it is frozen here
+            return failure_of(lambda: [dist.barrier() for _ in range(1_000_000)])
+        with freezer.frozen(int(pids[CULPRIT]), kind):
+            return failure_of(dist.barrier)
+
+
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+def test_a_rank_in_a_frozen_container(kind: str) -> None:
+    if not freezer.can_freeze(kind):
+        pytest.skip("needs root, and cgroups of that version")
+    outcome = ranks.run_ranks(_wait_for_a_frozen_rank, "2", kind)[0]
+    assert outcome.returned, str(outcome)
+    assert "is stopped (SIGSTOP, a debugger or a frozen container)" in outcome.value.text
+    assert "is stopped" in outcome.stderr.splitlines()[0]  # a second before the time-out
 
 
 # --- abort ----------------------------------------------------------------------------------------

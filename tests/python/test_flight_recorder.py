@@ -49,7 +49,10 @@ def _calls() -> list[tuple[object, object, float | None]]:
     else:
         dist.recv(tensor, 0)
         dist.all_reduce(tensor)
-    found = [(e["profiling_name"], e["state"], e["duration_ms"]) for e in _recorded()]
+    deadline = time.monotonic() + 10  # the recorder hears of ends a moment later
+    while any("duration_ms" not in e for e in _recorded()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    found = [(e["profiling_name"], e["state"], e.get("duration_ms")) for e in _recorded()]
     dist.destroy_process_group()
     return found  # type: ignore[return-value]
 
@@ -109,7 +112,12 @@ def _health() -> list[dict[str, object]]:
     found = [_ask(server.port, "c10d_health_check")]
     with pytest.raises(dist.DistBackendError):
         dist.all_reduce(torch.ones(4 if dist.get_rank() == 0 else 8))
-    found.append(_ask(server.port, "c10d_health_check"))
+    deadline = time.monotonic() + 20  # a thread of its own tells it
+    while (state := _ask(server.port, "c10d_health_check"))["healthy"] and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    found.append(state)
     assert _ask(server.port, "fr_trace_json?backend=smddp")["entries"]
     server.shutdown()
     return found

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import freezer
 import pytest
 import ranks
 import torch
@@ -86,7 +87,7 @@ def test_messages_that_do_not_come() -> None:
         assert "rank 1" in wait.where
 
 
-def _stopped() -> list[status.Member]:
+def _stopped(how: str) -> list[status.Member]:
     members: list[status.Member] = []
     with ranks.job():
         pids = torch.tensor([os.getpid()])
@@ -95,19 +96,26 @@ def _stopped() -> list[status.Member]:
         dist.barrier()
         if dist.get_rank() == 0:
             other = int(all_pids[2])
-            os.kill(other, signal.SIGSTOP)
-            while not status._is_stopped(other):  # until all its threads have stopped
-                time.sleep(0.01)
-            members = status.look([int(pid) for pid in all_pids])
-            os.kill(other, signal.SIGCONT)
+            with contextlib.ExitStack() as stack:
+                if how == "signal":
+                    os.kill(other, signal.SIGSTOP)
+                    stack.callback(os.kill, other, signal.SIGCONT)
+                else:
+                    stack.enter_context(freezer.frozen(other, how))
+                while not status._is_stopped(other):  # until all its threads have stopped
+                    time.sleep(0.01)
+                members = status.look([int(pid) for pid in all_pids])
         dist.barrier()
     return members
 
 
-def test_rank_that_is_stopped() -> None:
-    members = ranks.check_ranks(_stopped, "3")[0]
+@pytest.mark.parametrize("how", ["signal", "v1", "v2"])
+def test_rank_that_is_stopped(how: str) -> None:
+    if how != "signal" and not freezer.can_freeze(how):
+        pytest.skip("needs root, and cgroups of that version")
+    members = ranks.check_ranks(_stopped, "3", how)[0]
     assert members[2].state == "stopped"
-    assert "stopped by a signal or a debugger, after call #" in status.text_of(members)
+    assert "stopped by a signal, a debugger or a freezer, after call #" in status.text_of(members)
 
 
 def _children_and_groups() -> tuple[list[str], list[str]]:
@@ -143,9 +151,9 @@ def _board(version: int, text: bytes, magic: bytes = b"smddpst1", pid: int = 7) 
 @pytest.mark.parametrize(
     ("board", "expected"),
     [
-        (_board(2, b"group\ta\t0\t2\n"), [(5, 6, 0, "group\ta\t0\t2\n")]),
-        (_board(0, b"group\ta\t0\t2\n"), []),
-        (_board(3, b"group\ta\t0\t2\n"), []),  # its writer has died meanwhile
+        (_board(2, b"group\ta\t0\t2\t0\n"), [(5, 6, 0, "group\ta\t0\t2\t0\n")]),
+        (_board(0, b"group\ta\t0\t2\t0\n"), []),
+        (_board(3, b"group\ta\t0\t2\t0\n"), []),  # its writer has died meanwhile
         (_board(2, b""), []),
         (_board(2, b"x", magic=b"smddpst0"), []),
         (_board(2, b"x", pid=8), []),  # that of the parent
@@ -183,14 +191,14 @@ def test_processes_in_containers(
     """There a process has another number, which its board has. A child has that of its parent."""
     monkeypatch.setattr(status, "_PROC", tmp_path)
     monkeypatch.setattr(status, "_NAME", f"{tmp_path}{status._NAME}")
-    _process(tmp_path, 4711, own, _board(2, b"group\ta\t0\t1\n"))
+    _process(tmp_path, 4711, own, _board(2, b"group\ta\t0\t1\t0\n"))
     assert [(member.pid, member.state) for member in status.look()] == found
     assert status._has_board(4711) == bool(found)
     if found:
         assert 'group "a" of 1 rank\n' in status.text_of(status.look())
 
 
-@pytest.mark.parametrize("text", ["group\ta\tx\t2\n", "group\ta\t0\t2\nwait\t1\t\ta\tb\tc\n"])
+@pytest.mark.parametrize("text", ["group\ta\tx\t2\t0\n", "group\ta\t0\t2\t0\nwait\t1\t\ta\tb\tc\n"])
 def test_texts_of_damaged_boards_are_left_out(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "_boards", lambda _: [None])
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
@@ -238,7 +246,7 @@ def test_rank_that_waits_for_others_to_come() -> None:
 
 def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     wait = status.Wait(3, 1.5, "barrier", "at the arrival for rank 1", "")
-    member = status.Member("g", "0" * 16, 0, 2, 7, "waits", 3, [wait])
+    member = status.Member("g", "0" * 16, 0, 0, 2, 7, "waits", 3, [wait])
     monkeypatch.setattr(status, "_members", lambda pid: [member])
     assert status.main(["7", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
@@ -249,7 +257,7 @@ def test_processes_that_are_named_twice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Process 1 is the launcher of 7, which has a group, and of 8, which has none."""
-    member = status.Member("g", "0" * 16, 0, 2, 7, "runs", 3, [])
+    member = status.Member("g", "0" * 16, 0, 0, 2, 7, "runs", 3, [])
     monkeypatch.setattr(status, "_members", lambda pid: [member] if pid == 7 else [])
     monkeypatch.setattr(status, "_has_board", lambda pid: pid == 8)
     monkeypatch.setattr(status, "_descendants", lambda pid: [7, 8])

@@ -384,7 +384,7 @@ std::vector<cuda::Place> GpuProcessGroup::placesOf(const std::vector<int>& ranks
       cuda::decidesAlone(settings().gpuPath, static_cast<bool>(support_.makeNccl))) {
     return places;
   }
-  StoreAdapter store(store_);
+  StoreAdapter store(store_, timeout);
   for (size_t i = 0; i < ranks.size(); ++i) {
     const int rank = ranks[i];
     if (!names_.contains(rank)) {
@@ -397,7 +397,7 @@ std::vector<cuda::Place> GpuProcessGroup::placesOf(const std::vector<int>& ranks
         raise(ErrorKind::Timeout,
               "rank {} of group \"{}\" has made no call on GPU tensors in {} ms; the first one "
               "needs to know everybody's GPU",
-              rank, group()->spec().name, timeout / 1'000'000);
+              group()->jobRank(rank), group()->spec().name, timeout / 1'000'000);
       }
     }
     places[i].device = names_[rank];
@@ -420,7 +420,8 @@ void GpuProcessGroup::publish(c10::Device device) {
   if (!cuda::decidesAlone(settings().gpuPath, static_cast<bool>(support_.makeNccl))) {
     const std::string name = support_.nameOf(device.index());
     const auto* first = reinterpret_cast<const std::byte*>(name.data());
-    StoreAdapter(store_).set(keyOf(group()->id(), getRank()), {first, first + name.size()});
+    StoreAdapter(store_, effectiveTimeout(c10d::kUnsetTimeout))
+        .set(keyOf(group()->id(), getRank()), {first, first + name.size()});
   }
   device_ = device;
 }

@@ -2,7 +2,10 @@
 
 #include <linux/futex.h>
 
+#include <algorithm>
 #include <cstring>
+#include <fstream>
+#include <iterator>
 
 #include "common/error.h"
 
@@ -62,8 +65,42 @@ Life lifeOf(Mate& mate) {
 }
 
 bool isStopped(const Mate& mate) {
-  const auto stat = statOf(mate.page().pid);
-  return stat && stat->stopped;
+  const int32_t pid = mate.page().pid;
+  const auto stat = statOf(pid);
+  return stat && (stat->stopped || isFrozen(pid));
+}
+
+// A line is "0::/path" in version 2, which may be mounted beside version 1, and "6:freezer:/path" in version 1.
+std::vector<FreezerFile> freezerFiles(std::string_view cgroups) {
+  std::vector<FreezerFile> files;
+  while (!cgroups.empty()) {
+    const std::string_view line = cgroups.substr(0, cgroups.find('\n'));
+    cgroups.remove_prefix(std::min(line.size() + 1, cgroups.size()));
+    const size_t first = line.find(':');
+    const size_t second = first == line.npos ? first : line.find(':', first + 1);
+    if (second == line.npos) continue;
+    const std::string_view controllers = line.substr(first + 1, second - first - 1);
+    const std::string_view path = line.substr(second + 1);
+    if (controllers.empty()) {
+      for (const char* root : {"", "/unified"}) {
+        files.push_back({fmt::format("{}{}/cgroup.events", root, path), "frozen 1"});
+      }
+    } else if (controllers == "freezer") {
+      files.push_back({fmt::format("/freezer{}/freezer.state", path), "FROZEN"});
+    }
+  }
+  return files;
+}
+
+bool isFrozen(int32_t pid) {
+  const auto textOf = [](const std::string& path) {
+    std::ifstream file(path);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  };
+  const auto files = freezerFiles(textOf(fmt::format("/proc/{}/cgroup", pid)));
+  return std::any_of(files.begin(), files.end(), [&](const FreezerFile& file) {
+    return textOf("/sys/fs/cgroup" + file.path).find(file.frozen) != std::string::npos;
+  });
 }
 
 std::string describeLife(const Mate& mate) {

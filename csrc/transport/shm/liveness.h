@@ -2,8 +2,11 @@
 // the memory of the process. So mates see a death after about 0.1 ms, whatever the size of the process.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "transport/shm/slab.h"
 
@@ -31,6 +34,14 @@ Life lifeOf(Mate& mate);
 
 // True if a signal or a debugger has stopped the mate's process. Reads /proc.
 bool isStopped(const Mate& mate);
+// Whether a freezer of cgroups holds a process still, as `docker pause` does: such a process looks as if it slept.
+bool isFrozen(int32_t pid);
+// The files that say so, and the text in them, for what /proc/<pid>/cgroup contains; below /sys/fs/cgroup.
+struct FreezerFile {
+  std::string path;
+  std::string_view frozen;
+};
+std::vector<FreezerFile> freezerFiles(std::string_view cgroups);
 
 // "it left: …", "its process died": for error texts that have named the mate.
 std::string describeLife(const Mate& mate);

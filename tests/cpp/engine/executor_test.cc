@@ -26,8 +26,11 @@ plan::Plan waitsInEachChunk(const plan::Topology& topology) {
 TEST(Executor, NamesTheChunkInWhichItWaits) {
   Ownership ownership;
   ASSERT_TRUE(ownership.tryAcquire());
-  Membership membership{
-      .name = "", .topology = plan::Topology::fromNames({"a", "a"}, 0), .peers = {}, .self = ""};
+  Membership membership{.name = "",
+                        .topology = plan::Topology::fromNames({"a", "a"}, 0),
+                        .peers = {},
+                        .jobRanks = {},
+                        .self = ""};
   std::array<TrackHeader, 2> headers{};
   Track track;
   track.executionNumber = 1;

@@ -152,6 +152,19 @@ TEST(Liveness, StartTimeTellsProcessesApart) {
   EXPECT_TRUE(eventually([&] { return startTimeOf(child.pid()) == 0u; })) << "a zombie lives";
 }
 
+TEST(Liveness, FreezersOfBothVersions) {
+  const auto files =
+      freezerFiles("9:name=systemd:/\n6:freezer:/a/b\n1:cpu,freezers:/\n0::/c:d\nx\n:\n");
+  std::vector<std::string> paths;
+  for (const auto& file : files) paths.push_back(fmt::format("{} {}", file.path, file.frozen));
+  EXPECT_EQ(paths, (std::vector<std::string>{"/freezer/a/b/freezer.state FROZEN",
+                                             "/c:d/cgroup.events frozen 1",
+                                             "/unified/c:d/cgroup.events frozen 1"}));
+  EXPECT_TRUE(freezerFiles("").empty());
+  EXPECT_FALSE(isFrozen(getpid()));
+  EXPECT_FALSE(isFrozen(1 << 30));
+}
+
 TEST(OnceText, FirstWriterWinsAndLengthIsBounded) {
   OnceText<8> text;
   EXPECT_FALSE(text.written());
