@@ -611,6 +611,8 @@ class ModelRuntime:
             gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
             frame = task.frame
+            if gradient.requires_grad:  # made with create_graph=True; sums are changed in place
+                gradient = gradient.detach().clone()
             self._sum.add(parameter, frame.microbatch, gradient, frame.path)
             if self.data_parallel.hook_failure is not None:
                 raise self.data_parallel.hook_failure  # fails the step on all ranks of the pipeline

@@ -22,17 +22,20 @@ from torch.utils.hooks import RemovableHandle
 from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.activations.region import Keeper, Region, layer_arguments
 from smddp.modelparallel.common.structure import Structure, flatten, replace_tensors
-from smddp.modelparallel.pipeline.calls import CallerSide
+from smddp.modelparallel.pipeline.calls import CallerSide, refuse_transforms
 from smddp.modelparallel.pipeline.collector import KnownCall, predictable
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import Lazy, force, patch_function_apply
 from smddp.modelparallel.pipeline.outlook import Outlook, key_of
+from smddp.modelparallel.pipeline.passes import patch_engine
 from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, seeded
 from smddp.modelparallel.pipeline.remote_tensor import (
     Home,
+    RemoteTensor,
     ValueReader,
     force_argument,
     patch_torch,
+    stand_in_for,
     values_of,
 )
 from smddp.modelparallel.pipeline.services import RankServices
@@ -145,6 +148,7 @@ class Modules:
         names: by number; the root's is "model".
         owners: ranks of the pipeline, by number; None for modules without parameters and buffers,
             which run where their input is.
+        divided: do modules live on other ranks?
         forwarding: may values go directly from owner to owner? (`direct_forwarding`)
         predicts_structures: may callers go on before a result has come, if they know its structure?
             Not in the second attempt of a step.
@@ -205,8 +209,12 @@ class Modules:
         by_id = {id(module): name for name, module in reversed(list(root.named_modules()))}
         self.names = [by_id[id(module)] or "model" for module in self.by_number]
         self._numbers = {id(module): number for number, module in enumerate(self.by_number)}
+        self._by_name = {name: number for number, name in enumerate(self.names)}
+        self._by_name[""] = 0
+        self._parameter_names: dict[int, str] = {}  # by id
         self._draws = [may_draw(module) for module in self.by_number]
         self.owners: list[int | None] = [0] * len(self.by_number)
+        self.divided = False
         # By (module, method, structure of the arguments, train or eval, gradients on?): first calls
         # whose result structure callers may rely on; then calls whose callers wait for the
         # result. A key may be in both.
@@ -221,6 +229,7 @@ class Modules:
     def set_owners(self, owners: Sequence[int | None]) -> None:
         """Sets the owners; from now on `module.forward(...)` of a remote module is a call, too."""
         self.owners = list(owners)
+        self.divided = any(owner not in (None, self._rank) for owner in self.owners)
         for number, owner in enumerate(self.owners):
             if owner is not None and owner != self._rank:
                 module = self.by_number[number]
@@ -290,6 +299,62 @@ class Modules:
         nn.Module._call_impl = _call  # type: ignore[method-assign,assignment]
         patch_function_apply()
         patch_torch()
+        patch_engine(_in_step)
+
+    @property
+    def anchor(self) -> torch.Tensor:
+        """See `Asker`."""
+        return self._caller.anchor
+
+    def parameters_among(self, inputs: Sequence[Any]) -> dict[int, str]:
+        """Returns the names of those tensors that are parameters of the model, by position.
+
+        The values of a parameter of another rank, as `force` returns them, count as the parameter.
+        """
+        found = {}
+        for position, tensor in enumerate(inputs):
+            home = stand_in_for(tensor)
+            if home is not None:
+                found[position] = home.name
+                continue
+            node = getattr(tensor, "grad_fn", None)
+            if isinstance(tensor, nn.Parameter):
+                name = self._name_of(tensor)
+            else:
+                read = self._caller.call_of(node, tensor.output_nr) if node is not None else None
+                if read is None or not read.method.startswith(_PARAMETER):
+                    continue
+                name = self.full_name(read.module, read.method[len(_PARAMETER) :])
+            if name is not None:
+                found[position] = name
+        return found
+
+    def _name_of(self, parameter: nn.Parameter) -> str | None:
+        """Returns the name in the model of a parameter; None if it is not of the model."""
+        found = self._parameter_names.get(id(parameter))
+        if found is None or self._parameter(found) is not parameter:
+            self._parameter_names = {
+                id(one): self.full_name(number, name)
+                for number, module in reversed(list(enumerate(self.by_number)))
+                for name, one in module._parameters.items()
+                if one is not None
+            }
+            found = self._parameter_names.get(id(parameter))
+        return found
+
+    def _parameter(self, full: str) -> nn.Parameter | None:
+        prefix, _, name = full.rpartition(".")
+        number = self._by_name.get(prefix)
+        return None if number is None else self.by_number[number]._parameters.get(name)
+
+    def local_parameters(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Returns those of the named parameters that live here and are trained, by name."""
+        found = {name: self._parameter(name) for name in names}
+        return {
+            name: one
+            for name, one in found.items()
+            if one is not None and not isinstance(one, RemoteTensor) and one.requires_grad
+        }
 
     def number_of(self, module: nn.Module) -> int | None:
         """Returns the number of a module; None if it is not of the model."""
@@ -498,6 +563,7 @@ class Modules:
         for position, tensor in enumerate(tensors):
             if type(tensor) is not torch.Tensor and type(tensor) is not Lazy:
                 tensors[position] = values_of(tensor)
+        refuse_transforms(tensors, lambda: repr(self.names[number]))
         collector = self._caller.collector(frame)
         for position, tensor in enumerate(tensors):
             if type(tensor) is Lazy and (tensor.fetch is None or tensor.collector is not collector):
@@ -749,6 +815,15 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
                 "smp.set_tensor_parallelism(module, False) before"
             )
     return _original_call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def _in_step() -> Modules | None:
+    """Returns the model of the step whose code runs on this thread, if some of it is elsewhere."""
+    for reference in reversed(_installed):
+        modules = reference()
+        if modules is not None and modules._frame() is not None:
+            return modules if modules.divided else None
+    return None
 
 
 class _RemoteForward:

@@ -97,10 +97,73 @@ def chosen(model: Any, x: Tensor, y: Tensor) -> Any:
     return x.grad
 
 
+def penalty(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Trains with the square of a gradient."""
+    x = x.clone().requires_grad_()
+    found = model(x)
+    (slope,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+    loss = F.mse_loss(found, y) + slope.square().mean()
+    model.backward(loss)
+    return loss.detach()
+
+
+def curvature(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Trains with derivatives only, up to the third one; some are asked for by their inputs."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+    (third,) = torch.autograd.grad(second[:, 1].sum(), x, create_graph=True)
+    loss = (second.square() + third).mean()
+    model.backward(loss)
+    return loss.detach()
+
+
+def functional(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Products with Jacobians and Hessians, made by two backward passes each."""
+    of = torch.autograd.functional
+    v = torch.linspace(-1, 1, x.numel()).view_as(x)
+
+    def loss(x: Tensor) -> Tensor:
+        return F.mse_loss(model(x), y)
+
+    found = [of.jvp(model, x, v)[1], of.jvp(model, x, v, create_graph=True)[1]]
+    found += [of.hvp(loss, x, v)[1], of.vhp(loss, x, v)[1], of.hessian(loss, x)]
+    found += [of.jacobian(model, x), of.jacobian(model, x, create_graph=True)]
+    return torch.stack([one.detach().mul(1 + one.numel()).square().sum() for one in found])
+
+
+def of_parameters(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Gradients of all parameters, as values."""
+    loss = F.mse_loss(model(x), y)
+    found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    again = torch.autograd.grad(loss, list(model.parameters())[::-1])
+    torch.testing.assert_close(found, again[::-1], rtol=0, atol=0)
+    return torch.stack([one.norm() for one in found])
+
+
+def sharpness(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Trains with the norms of the gradients of some parameters."""
+    loss = F.mse_loss(model(x), y)
+    some = list(model.parameters())[1::2]
+    found = torch.autograd.grad(loss, some, create_graph=True)
+    total = loss + sum(one.square().sum() for one in found)
+    model.backward(total)
+    return torch.stack([one.detach().norm() for one in found])
+
+
+def unused_graph(model: Any, x: Tensor, y: Tensor) -> Any:
+    """A graph of the gradients that nobody needs."""
+    x = x.clone().requires_grad_()
+    loss = F.mse_loss(model(x), y)
+    loss.backward(create_graph=True)
+    return x.grad.detach()  # type: ignore[union-attr]
+
+
 BODIES = [saliency, adversarial, kept, kept_in_vain, twice, chosen]
+TWICE = [penalty, curvature, functional, of_parameters, sharpness, unused_graph]
 
 
-def run(pp: int, pipeline: str, active: int) -> Any:
+def run(pp: int, pipeline: str, active: int, names: str = "BODIES") -> Any:
     """Returns what each body returns, and the gradients that it leaves."""
     smp.init(
         {
@@ -117,7 +180,7 @@ def run(pp: int, pipeline: str, active: int) -> Any:
     model = smp.DistributedModel(module)
     x, y = torch.randn(8, WIDTH), torch.randn(8)
     found = {}
-    for body in BODIES:
+    for body in globals()[names]:
 
         @smp.step
         def step(model: Any, x: Tensor, y: Tensor, body: Any = body) -> Any:
@@ -156,36 +219,21 @@ def test_only_what_is_asked_for_gets_gradients(pipeline: str, active: int) -> No
                         torch.testing.assert_close(gradient, wanted)
 
 
-def penalty() -> str:
-    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
-    model = smp.DistributedModel(Net(2))
-
-    @smp.step
-    def unused(model: Any, x: Tensor) -> Any:
-        x = x.clone().requires_grad_()
-        (found,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        return found
-
-    @smp.step
-    def second(model: Any, x: Tensor) -> Any:
-        x = x.clone().requires_grad_()
-        loss = model(x).sum()
-        (found,) = torch.autograd.grad(loss, x, create_graph=True)
-        model.backward(loss + found.square().sum())
-
-    unused(model, torch.ones(4, WIDTH))  # the gradients are right; only their graph is missing
-    with pytest.raises(SMPMicrobatchError) as caught:
-        second(model, torch.ones(4, WIDTH))
-    unused(model, torch.ones(4, WIDTH))
-    return str(caught.value)
-
-
-def test_second_derivatives_through_a_remote_module_are_refused() -> None:
-    for text in check_ranks(penalty, "2"):
-        assert "SMPUsageError" in text
-        assert "create_graph=True" in text
-        assert "'inner'" in text
-        assert "smp.set_partition" in text
+@pytest.mark.parametrize(("pipeline", "active"), [("interleaved", 4), ("simple", 4)])
+def test_derivatives_of_derivatives_and_of_parameters(pipeline: str, active: int) -> None:
+    (expected,) = check_ranks(run, "1", 1, pipeline, active, "TWICE")
+    for pp in (2, 3):
+        for rank in check_ranks(run, str(pp), pp, pipeline, active, "TWICE"):
+            for body, (result, grads) in rank.items():
+                wanted, of_all = expected[body]
+                torch.testing.assert_close(result, wanted, msg=lambda m, b=body: f"{b}: {m}")
+                for name, gradient in grads.items():
+                    where = f"{body}, {name}, {pp}"
+                    assert (gradient is None) == (of_all[name] is None), where
+                    if gradient is not None:
+                        torch.testing.assert_close(
+                            gradient, of_all[name], msg=lambda m, w=where: f"{w}: {m}"
+                        )
 
 
 def asked(pp: int) -> Any:
