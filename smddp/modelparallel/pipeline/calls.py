@@ -346,12 +346,13 @@ class CallerSide:
         if out.backward_missing == 0:
             self._services.baton.complete(out.backward_ticket)
 
-    def call_of(self, node: Any, output: int) -> Call | None:
-        """Returns which call has made an output of an autograd node; None if none has."""
+    def call_of(self, edge: GradientEdge) -> Call | None:
+        """Returns which call of another rank has made a tensor; None if none has."""
+        node: Any = edge.node
         out = getattr(node, "out", None)
         if not isinstance(out, Outgoing) or node.caller is not self:
             return None
-        return out.graph.calls[out.results[output][0]]
+        return out.graph.calls[out.results[edge.output_nr][0]]
 
     def this_pass(self) -> Pass:
         """Returns which kind of backward pass runs on this thread."""

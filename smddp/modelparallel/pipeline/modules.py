@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.activations.offload import Offloader
@@ -317,11 +318,14 @@ class Modules:
             if home is not None:
                 found[position] = home.name
                 continue
-            node = getattr(tensor, "grad_fn", None)
-            if isinstance(tensor, nn.Parameter):
-                name = self._name_of(tensor)
+            if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+                continue
+            edge = get_gradient_edge(tensor)
+            if tensor.is_leaf:
+                # A parameter that was saved within a checkpoint comes back as another object.
+                name = self._name_of(edge.node.variable)  # type: ignore[attr-defined]
             else:
-                read = self._caller.call_of(node, tensor.output_nr) if node is not None else None
+                read = self._caller.call_of(edge)
                 if read is None or not read.method.startswith(_PARAMETER):
                     continue
                 name = self.full_name(read.module, read.method[len(_PARAMETER) :])
@@ -329,7 +333,7 @@ class Modules:
                 found[position] = name
         return found
 
-    def _name_of(self, parameter: nn.Parameter) -> str | None:
+    def _name_of(self, parameter: torch.Tensor) -> str | None:
         """Returns the name in the model of a parameter; None if it is not of the model."""
         found = self._parameter_names.get(id(parameter))
         if found is None or self._parameter(found) is not parameter:
