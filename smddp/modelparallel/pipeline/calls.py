@@ -10,12 +10,12 @@ autograd runs in the calling thread (see `Baton._run`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smddp.modelparallel.common.buffers import version_of
 from smddp.modelparallel.common.structure import flatten, rebuild
@@ -46,12 +46,23 @@ from smddp_smp.failure import ArgumentChangedError, DifferentiatedTwiceError
 __all__ = ["CallerSide", "Outgoing", "leaf_like", "refuse_transforms", "run_backward"]
 
 
+class _Known(NamedTuple):
+    """A graph that all its members know; see `Outgoing`."""
+
+    graph: Graph
+    graph_id: int
+    reach: frozenset[str]
+    anchor: torch.Tensor
+
+
 class Outgoing:
     """A call graph that has been sent.
 
     Attributes:
         sending, graph_id: see `Origin`.
         graph: the calls and edges.
+        reach: the names of the parameters that its modules have; see `Modules.reach`.
+        anchor: an extra input of the autograd node; see `CallerSide`.
         inputs: the caller's tensors that enter the graph, in the order of their numbers.
         versions: of the inputs when the code passed them.
         microbatch: for which it was sent.
@@ -72,12 +83,10 @@ class Outgoing:
             arrived.
     """
 
-    def __init__(
-        self, sending: int, graph: Graph, graph_id: int, opened: Collector, mb: int
-    ) -> None:
+    def __init__(self, sending: int, known: _Known, opened: Collector, mb: int) -> None:
         self.sending = sending
-        self.graph = graph
-        self.graph_id = graph_id
+        self.graph, self.graph_id, self.reach, self.anchor = known
+        graph = self.graph
         self.inputs = opened.inputs
         self.versions = opened.versions
         self.microbatch = mb
@@ -107,14 +116,12 @@ class CallerSide:
         # By `Origin.sending`. A graph is taken out after its backward pass, or if it needs none.
         self._outgoing: dict[int, Outgoing] = {}
         self._sendings = itertools.count()
-        # By the signature of a graph: the graph and its graph_id, which all its members know.
-        self._known: dict[Hashable, tuple[Graph, int]] = {}
+        # By the signature of a graph. Each graph has an anchor, a leaf that is an extra input of its
+        # nodes. Their outputs then require gradients even if no real input does; parameters on
+        # other ranks need them. And a pass that asks for the anchor visits the nodes.
+        self._known: dict[Hashable, _Known] = {}
         self._graph_ids = itertools.count()
-        # An extra input of each node. Its outputs then require gradients even if no real input
-        # does; parameters on other ranks need them.
-        self.anchor = torch.zeros((), requires_grad=True)
-        self._anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
-        # The calls that differentiate a segment, by module and structure of the gradients.
+        # The calls that differentiate a segment, by module, structure of the gradients, and reach.
         self._differentiations: dict[Hashable, KnownCall] = {}
 
     def clear(self) -> None:
@@ -158,8 +165,9 @@ class CallerSide:
         assert isinstance(opened, _CallerCollector)
         frame.open = None
         alive = opened.lazies_in_use()
-        graph, graph_id = self._graph(opened, alive)
-        out = Outgoing(next(self._sendings), graph, graph_id, opened, frame.microbatch)
+        known = self._graph(opened, alive)
+        graph, graph_id = known.graph, known.graph_id
+        out = Outgoing(next(self._sendings), known, opened, frame.microbatch)
         self._check_inputs(out)
         opened.sent = out
         self._outgoing[out.sending] = out
@@ -195,14 +203,16 @@ class CallerSide:
         if frame.open is not None and frame.open.seeds:
             frame.open.fetch()
 
-    def _graph(self, opened: Collector, alive: list[Lazy]) -> tuple[Graph, int]:
-        """Returns the graph and its graph_id; sends it to its members if they do not know it."""
+    def _graph(self, opened: _CallerCollector, alive: list[Lazy]) -> _Known:
+        """Returns the graph; sends it to its members if they do not know it."""
         signature = opened.signature(alive)
         known = self._known.get(signature)
         if known is None:
             # A graph_id is never used again: a member may know another graph by it, if that was
             # sent to some of its members only.
-            known = graph, graph_id = opened.graph(alive), next(self._graph_ids)
+            graph, graph_id = opened.graph(alive), next(self._graph_ids)
+            reach = opened.reach or self._services.modules.reach(graph.calls)
+            known = _Known(graph, graph_id, reach, torch.zeros((), requires_grad=True))
             header = self._services.rank, graph_id, graph
             if all(self._services.send(member, Kind.GRAPH, header) for member in graph.members()):
                 self._known[signature] = known
@@ -248,10 +258,10 @@ class CallerSide:
             self._outgoing.pop(out.sending, None)
         elif any(value.requires_grad for value in values):
             if torch.is_grad_enabled():
-                values = _apply_remote(self, frame, out, self.anchor, *self._linked(out))
+                values = _apply_remote(self, frame, out, out.anchor, *self._linked(out))
             else:
                 with torch.enable_grad():
-                    values = _apply_remote(self, frame, out, self.anchor, *self._linked(out))
+                    values = _apply_remote(self, frame, out, out.anchor, *self._linked(out))
         out.values = {}
         out.inputs = []
         return dict(zip(out.results, values, strict=True))
@@ -354,14 +364,19 @@ class CallerSide:
             return None
         return out.graph.calls[out.results[edge.output_nr][0]]
 
-    def this_pass(self) -> Pass:
-        """Returns which kind of backward pass runs on this thread."""
+    def anchors(self, names: Collection[str]) -> list[torch.Tensor]:
+        """Returns the anchors of the graphs whose modules have some of the named parameters."""
+        return [one.anchor for one in self._known.values() if not one.reach.isdisjoint(names)]
+
+    def this_pass(self, out: Outgoing) -> Pass:
+        """Returns which kind of backward pass runs on this thread, through the node of a graph."""
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         asked = passes.asked()
         if asked is not None:
-            return Pass(False, keeps, asked.names)
+            return Pass(False, keeps, tuple([name for name in asked.names if name in out.reach]))
         # Autograd executes the anchor's node, unless the script has asked for certain gradients.
-        return Pass(torch._C._will_engine_execute_node(self._anchor_node), keeps)
+        anchor = get_gradient_edge(out.anchor).node
+        return Pass(torch._C._will_engine_execute_node(anchor), keeps)
 
     def names(self, out: Outgoing) -> str:
         """Returns which modules a graph calls, and where they live, for the text of an error."""
@@ -480,11 +495,12 @@ class CallerSide:
         structure = flatten(arguments, tensors, objects, whole)
         last, segment = graph.calls[-1], graph.segments[0]
         known = KnownCall(last.module, DIFFERENTIATE, structure, None)
-        known = self._differentiations.setdefault((last.module, structure), known)
+        key = (last.module, structure, out.reach)
+        known = self._differentiations.setdefault(key, known)
         frame: Frame = services.baton.task.frame  # type: ignore[union-attr]
-        if frame.open is not None:
-            self.send(frame)
+        self.settle(frame)
         collector = frame.open = _CallerCollector(self, frame, ambient())
+        collector.reach = out.reach
         collector.add(segment.owner, known, tensors, objects, None)
         sent = self.send(frame)
         first = len(sent.inputs) - len(numbers)
@@ -505,6 +521,7 @@ class _CallerCollector(Collector):
         self._caller = caller
         self._frame = frame
         self.sent: Outgoing | None = None
+        self.reach: frozenset[str] = frozenset()
 
     def fetch(self) -> dict[TensorId, torch.Tensor]:
         """Sends the graph if that has not been done, and fills in all lazy tensors."""
@@ -549,7 +566,14 @@ class _Remote(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         caller, out = ctx.caller, ctx.out
         refuse_transforms(gradients, lambda: caller.names(out))
-        this = caller.this_pass()
+        asked = passes.asked()
+        if asked is not None:
+            gradients = tuple(
+                [None if (ctx, at) in asked.captured else one for at, one in enumerate(gradients)]
+            )
+            if all(one is None for one in gradients):
+                return (None,) * (4 + ctx.count)  # autograd visits it for its anchor only
+        this = caller.this_pass(out)
         if torch.is_grad_enabled() and any(one is not None for one in gradients):
             needed = ctx.needs_input_grad[4:]
             found = caller.differentiate(out, gradients, ctx.inputs, needed, this)
@@ -622,7 +646,7 @@ def run_backward(
     inputs: Sequence[torch.Tensor],
     this: Pass,
     parameters: Mapping[str, torch.Tensor],
-    anchor: torch.Tensor,
+    anchors: Sequence[torch.Tensor],
     create: bool = False,
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
     """Does what `torch.autograd.backward` or `grad` does, without checks.
@@ -635,17 +659,16 @@ def run_backward(
         inputs: leaves.
         this: the kind of backward pass.
         parameters: those of `this.asked` that live here, by name.
-        anchor: see `CallerSide`.
+        anchors: of the graphs of this rank that may use `this.asked`; see `CallerSide`.
         create: make an autograd graph of the gradients.
 
     Returns:
         The gradients of the inputs, in their order, and those of the parameters in `this.asked`;
         None where there is none.
     """
-    asks = bool(this.asked)
-    if not roots or not (inputs or this.accumulates or asks):
+    only = () if this.accumulates else (*inputs, *parameters.values(), *anchors)
+    if not roots or not (only or this.accumulates):
         return [None] * len(inputs), [None] * len(this.asked)
-    only = () if this.accumulates else (*inputs, *parameters.values(), *([anchor] if asks else []))
     with passes.asking(this.asked) as asked:
         found = _engine.run_backward(
             tuple(roots), tuple(gradients), this.keeps, create, only, True, this.accumulates

@@ -12,7 +12,7 @@ import contextlib
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,6 +29,7 @@ from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import Lazy, force, patch_function_apply
 from smddp.modelparallel.pipeline.outlook import Outlook, key_of
 from smddp.modelparallel.pipeline.passes import patch_engine
+from smddp.modelparallel.pipeline.protocol import Call
 from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, seeded
 from smddp.modelparallel.pipeline.remote_tensor import (
     Home,
@@ -302,21 +303,24 @@ class Modules:
         patch_torch()
         patch_engine(_in_step)
 
-    @property
-    def anchor(self) -> torch.Tensor:
+    def settle(self) -> None:
         """See `Asker`."""
-        return self._caller.anchor
+        frame = self._frame()
+        if frame is not None and frame.open is not None:
+            self._caller.settle(frame)
 
-    def parameters_among(self, inputs: Sequence[Any]) -> dict[int, str]:
-        """Returns the names of those tensors that are parameters of the model, by position.
+    def anchors(self, names: Collection[str]) -> list[torch.Tensor]:
+        """See `Asker`."""
+        return self._caller.anchors(names)
 
-        The values of a parameter of another rank, as `force` returns them, count as the parameter.
-        """
-        found = {}
+    def parameters_among(self, inputs: Sequence[Any]) -> tuple[dict[int, str], set[Any]]:
+        """See `Asker`; `force` returns the values of a parameter of another rank."""
+        found: dict[int, str] = {}
+        captured = set()
         for position, tensor in enumerate(inputs):
             home = stand_in_for(tensor)
             if home is not None:
-                found[position] = home.name
+                found[position] = self._canonical(home.name)
                 continue
             if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
                 continue
@@ -328,10 +332,33 @@ class Modules:
                 read = self._caller.call_of(edge)
                 if read is None or not read.method.startswith(_PARAMETER):
                     continue
-                name = self.full_name(read.module, read.method[len(_PARAMETER) :])
+                name = self._name_of_read(read)
+                captured.add((edge.node, edge.output_nr))
             if name is not None:
                 found[position] = name
-        return found
+        return found, captured
+
+    def _canonical(self, full: str) -> str:
+        """Returns the first name of a parameter, which may have several."""
+        parameter = self._parameter(full)
+        return full if parameter is None else self._name_of(parameter) or full
+
+    def _name_of_read(self, call: Call) -> str | None:
+        parameter = self.by_number[call.module]._parameters[call.method[len(_PARAMETER) :]]
+        return None if parameter is None else self._name_of(parameter)
+
+    def reach(self, calls: Iterable[Call]) -> frozenset[str]:
+        """Returns the names of the parameters that calls may use.
+
+        These are the parameters of their modules, and of the modules inside these.
+        """
+        found: set[str | None] = set()
+        for call in calls:
+            if call.method.startswith(_PARAMETER):
+                found.add(self._name_of_read(call))
+            elif not call.method.startswith(_READS):
+                found.update(map(self._name_of, self.by_number[call.module].parameters()))
+        return frozenset(name for name in found if name is not None)
 
     def _name_of(self, parameter: torch.Tensor) -> str | None:
         """Returns the name in the model of a parameter; None if it is not of the model."""

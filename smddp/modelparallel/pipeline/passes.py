@@ -2,9 +2,10 @@
 
 `torch.autograd.grad(loss, parameters)` asks autograd for the ways from the loss to the parameters.
 A way through modules on other ranks is not in the autograd graph of this rank: there it ends in the
-node of a call. So a pass that asks for parameters of the model visits all nodes of calls, their
-messages name the parameters, and each rank that has one of them adds what its part of the pass
-gives for it. It comes back with the gradients of the calls' arguments.
+node of a call. So a pass that asks for parameters of the model visits the nodes of all calls of
+modules that have them, or that contain a module that does. Their messages name the parameters, and
+each rank that has one of them adds what its part of the pass gives for it. It comes back with the
+gradients of the calls' arguments.
 
 One function of torch, behind both `backward` and `grad`, is replaced for that.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,11 +28,14 @@ class Asked:
 
     Attributes:
         names: of the parameters in the model.
+        captured: (node, output) of those values of parameters that the script has passed as inputs.
+            Autograd itself takes the gradients that reach them.
         found: the sums of their gradients so far, by name; those without a gradient are missing.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], captured: Collection[tuple[Any, int]]) -> None:
         self.names = tuple(names)
+        self.captured = captured
         self.found: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, gradient: torch.Tensor | None) -> None:
@@ -42,16 +46,25 @@ class Asked:
 
 
 class Asker(Protocol):
-    """The model of the step that runs on this thread.
+    """The model of the step that runs on this thread."""
 
-    Attributes:
-        anchor: a leaf that is an input of all nodes of calls, see `CallerSide`.
-    """
+    def settle(self) -> None:
+        """Sends the calls that are not sent yet, and waits until they have run.
 
-    anchor: torch.Tensor
+        Else calls within the pass would share a node with them. In one process they have nothing in
+        common.
+        """
 
-    def parameters_among(self, inputs: Sequence[Any]) -> dict[int, str]:
-        """Returns the names of those inputs that are parameters of the model, by position."""
+    def anchors(self, names: Collection[str]) -> list[torch.Tensor]:
+        """Returns leaves. A pass that asks for them visits the nodes of calls that may use some of
+        the named parameters; see `CallerSide`."""
+
+    def parameters_among(self, inputs: Sequence[Any]) -> tuple[dict[int, str], set[Any]]:
+        """Returns the names of those inputs that are parameters of the model, by position.
+
+        Returns:
+            The names, and (node, output) of those inputs that are values of remote parameters.
+        """
 
 
 class _Running(threading.local):
@@ -69,9 +82,11 @@ def asked() -> Asked | None:
 
 
 @contextlib.contextmanager
-def asking(names: Sequence[str]) -> Iterator[Asked]:
+def asking(
+    names: Sequence[str], captured: Collection[tuple[Any, int]] = ()
+) -> Iterator[Asked]:
     """Makes a context for one pass, which asks for these parameters; for none, if it is empty."""
-    before, found = _running.asked, Asked(names)
+    before, found = _running.asked, Asked(names, captured)
     _running.asked = found if names else None
     try:
         yield found
@@ -94,19 +109,27 @@ def patch_engine(find: Callable[[], Asker | None]) -> None:
         outputs: Any, gradients: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **named: Any
     ) -> Any:
         asker = find()
-        names = asker.parameters_among(inputs) if asker is not None and inputs else {}
-        with asking(list(dict.fromkeys(names.values()))) as found:
-            if asker is None or not names:
-                return _original(outputs, gradients, keep, create, inputs, *rest, **named)
+        if asker is None:
+            return _original(outputs, gradients, keep, create, inputs, *rest, **named)
+        asker.settle()
+        names, captured = asker.parameters_among(inputs)
+        different = list(dict.fromkeys(names.values()))
+        anchors = asker.anchors(different) if names else []
+        with asking(different, captured) as found:
+            if not anchors:
+                result = _original(outputs, gradients, keep, create, inputs, *rest, **named)
+                asker.settle()
+                return result
             unreachable = rest[0] if rest else named.pop("allow_unreachable", False)
-            anchored = (*inputs, asker.anchor)
+            anchored = (*inputs, *anchors)
             result = _original(outputs, gradients, keep, create, anchored, True, **named)
+            asker.settle()
         if named.get("accumulate_grad"):
             for position, name in names.items():
                 if name in found.found:
                     _accumulate(inputs[position], found.found.pop(name), create)
             return result
-        gradients = list(result[:-1])
+        gradients = list(result[: len(inputs)])
         with torch.set_grad_enabled(create):
             for position, name in names.items():
                 one, other = gradients[position], found.found.get(name)

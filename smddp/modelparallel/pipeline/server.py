@@ -455,8 +455,8 @@ class Server:
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Does what the function `run_backward` does, with the parameters that live here."""
         parameters = self.modules.local_parameters(this.asked) if this.asked else {}
-        anchor = self._caller.anchor
-        return run_backward(roots, gradients, inputs, this, parameters, anchor, create)
+        anchors = self._caller.anchors(this.asked) if this.asked else []
+        return run_backward(roots, gradients, inputs, this, parameters, anchors, create)
 
     def _backward(self, frame: Frame, run: _SegmentRun, this: Pass) -> None:
         graph = run.graph
