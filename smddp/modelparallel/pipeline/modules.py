@@ -317,7 +317,7 @@ class Modules:
         """See `Asker`; `force` returns the values of a parameter of another rank."""
         found: dict[int, str] = {}
         captured = set()
-        for position, tensor in enumerate(inputs):
+        for position, tensor in enumerate(inputs) if self.divided else ():
             home = stand_in_for(tensor)
             if home is not None:
                 found[position] = self._canonical(home.name)
@@ -849,12 +849,9 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _in_step() -> Modules | None:
-    """Returns the model of the step whose code runs on this thread, if some of it is elsewhere."""
-    for reference in reversed(_installed):
-        modules = reference()
-        if modules is not None and modules._frame() is not None:
-            return modules if modules.divided else None
-    return None
+    """Returns the model of the step whose code runs on this thread; None outside steps."""
+    found = (modules for reference in reversed(_installed) if (modules := reference()) is not None)
+    return next((modules for modules in found if modules._frame() is not None), None)
 
 
 class _RemoteForward:

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from smddp.modelparallel.common.random_state import RandomState
+
 __all__ = ["Asked", "Asker", "asked", "asking", "patch_engine"]
 
 
@@ -101,8 +103,7 @@ def patch_engine(find: Callable[[], Asker | None]) -> None:
     """Makes backward passes of a step's code ask all ranks for parameters.
 
     Args:
-        find: returns the model, if the calling thread runs code of a step and some modules live on
-            other ranks; else None.
+        find: returns the model, if the calling thread runs code of a step; else None.
     """
 
     def run(
@@ -111,6 +112,24 @@ def patch_engine(find: Callable[[], Asker | None]) -> None:
         asker = find()
         if asker is None:
             return _original(outputs, gradients, keep, create, inputs, *rest, **named)
+        # Code in backward passes may draw random numbers, such as the seeds of calls: on this rank
+        # or on others. What comes after the pass shall not depend on it.
+        random = RandomState()
+        try:
+            return asked_of(asker, outputs, gradients, keep, create, inputs, *rest, **named)
+        finally:
+            random.restore()
+
+    def asked_of(
+        asker: Asker,
+        outputs: Any,
+        gradients: Any,
+        keep: Any,
+        create: Any,
+        inputs: Any,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
         asker.settle()
         names, captured = asker.parameters_among(inputs)
         different = list(dict.fromkeys(names.values()))

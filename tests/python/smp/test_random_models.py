@@ -253,8 +253,8 @@ def trained(seeds: list[int], layout: tuple[Any, ...], degree: int = 1) -> dict[
 
 
 # In 34 a gradient is missing: a module has detached what another rank has made of a parameter.
-FEW = [3, 7, 34]
-MANY = list(range(20, 32))
+FEW = [3, 7, 34, 111]
+MANY = [*range(20, 32), *range(100, 112)]
 
 
 # As LAYOUTS, for two tensor-parallel ranks each.
