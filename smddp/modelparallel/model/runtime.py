@@ -392,7 +392,7 @@ class ModelRuntime:
             self.sharding.gathers.begin_step((name, torch.is_grad_enabled()), again)
         modules.predicts_structures = not again
         modules.in_order = in_order
-        modules.buffers_read.clear()
+        modules.begin_step()
         # A Redo restores these values. With one partition there is one only with sharded
         # parameters; there is none in a second attempt.
         if (several or self.sharding is not None) and not again:
@@ -413,11 +413,13 @@ class ModelRuntime:
         if self.executor.size == 1 or not self.divided:
             return StepReport(False, {}, self.updates_masters)
         modules = self.executor.modules
-        read = modules.buffers_read
-        changed = any(self.buffers.changed(modules.full_name(*place)) for place in read)
+        places = set(modules.buffers_read)
+        for number in modules.out_of_order:
+            places.update((number, name) for name in modules.by_number[number]._buffers)
+        changed = any(self.buffers.changed(modules.full_name(*place)) for place in places)
         forms, form_changed = self.placement.changed_forms()
         if not modules.in_order and (changed or form_changed):
-            raise OrderMattersError("a buffer that other ranks read changes in the step")
+            raise OrderMattersError("a buffer changes in the step whose value depends on the order")
         return StepReport(changed, forms, self.updates_masters)
 
     def close(self, failed: bool) -> None:

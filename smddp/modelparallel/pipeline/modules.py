@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.activations.offload import Offloader
-from smddp.modelparallel.activations.region import Keeper, Region, layer_arguments
+from smddp.modelparallel.activations.region import Keeper, Region, layer_arguments, runs_again
 from smddp.modelparallel.common.structure import Structure, flatten, replace_tensors
 from smddp.modelparallel.pipeline.calls import CallerSide, refuse_transforms
 from smddp.modelparallel.pipeline.collector import KnownCall, predictable
@@ -157,6 +157,8 @@ class Modules:
         in_order: do the microbatches of this step run one after the other?
         training_flags: one byte per module, 1 for train and 0 for eval, as all ranks have set it at
             the beginning of this step; None before the first one.
+        out_of_order: numbers of the modules here that have been called in this step after a later
+            part of the program had called them: another microbatch, or another call graph.
         buffers_read: (number, name) of the buffers here that other ranks have read in this step.
         surroundings: entered around tasks and modules; None for nothing.
         observer: is told which slices run, if there is an order group; None for nobody.
@@ -192,6 +194,9 @@ class Modules:
         self.in_order = False
         self.training_flags: bytes | None = None
         self.buffers_read: set[tuple[int, str]] = set()
+        self.out_of_order: set[int] = set()
+        # By number of a module here that has buffers: which task has called it last.
+        self._called_last: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.replaced: Callable[[str], bool] = lambda _: False
         self.surroundings: Surroundings | None = None
         self.observer: SliceObserver | None = None
@@ -286,6 +291,27 @@ class Modules:
             if returns is not None and self._changes[key] < _MAX_CHANGES:
                 self._with_structure[key] = KnownCall(key[0], key[1], key[2], returns)
         self._learned.clear()
+
+    def begin_step(self) -> None:
+        """Begins to note what happens in a step."""
+        self.buffers_read.clear()
+        self.out_of_order.clear()
+        self._called_last.clear()
+
+    def _note_call(self, number: int) -> None:
+        """Notes a call of a module here, which may change its buffers."""
+        frame = self._frame()
+        if frame is None or runs_again():
+            return
+        now = frame.microbatch, frame.path
+        last = self._called_last.setdefault(number, now)
+        if now != last:
+            (microbatch, path), (earlier, before) = now, last
+            # A call within another one may come before or after calls of that itself.
+            length = min(len(path), len(before))
+            if (microbatch, path[:length]) < (earlier, before[:length]):
+                self.out_of_order.add(number)
+            self._called_last[number] = now
 
     def make_callers_wait(self, numbers: set[int]) -> None:
         """Makes callers wait for the results of these modules from now on.
@@ -686,6 +712,8 @@ class Modules:
 
     def _original(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
         module = self.by_number[number]
+        if module._buffers and not method.startswith(_READS):
+            self._note_call(number)
         if method.startswith(_READS):
             return self._surrounded(number, functools.partial(self._own_value, number, method))
         preserve = self.recomputed.get(number) if not method else None
