@@ -162,6 +162,7 @@ class ModelRuntime:
         # step.
         self._order_matters: dict[str, bool] = {}
         self._step_name = ""
+        self._looked: set[str] = set()  # the names of step functions that have run
         # Did it matter in this step, on this replica? None if that is not known.
         self._order_mattered: bool | None = None
         # How the gathers of sharded parameters in this step have ended: see `close`.
@@ -392,7 +393,9 @@ class ModelRuntime:
             self.sharding.gathers.begin_step((name, torch.is_grad_enabled()), again)
         modules.predicts_structures = not again
         modules.in_order = in_order
-        modules.begin_step()
+        alone = microbatches == 1 and self.data_parallel.size == 1 and not several
+        modules.begin_step(not alone and name not in self._looked)
+        self._looked.add(name)
         # A Redo restores these values. With one partition there is one only with sharded
         # parameters; there is none in a second attempt.
         if (several or self.sharding is not None) and not again:

@@ -11,13 +11,14 @@ import collections
 import contextlib
 import enum
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.activations.offload import Offloader
@@ -195,6 +196,8 @@ class Modules:
         self.training_flags: bytes | None = None
         self.buffers_read: set[tuple[int, str]] = set()
         self.out_of_order: set[int] = set()
+        self._looks = False
+        self._warned: set[int] = set()  # ids of parameters outside the model
         # By number of a module here that has buffers: which task has called it last.
         self._called_last: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.replaced: Callable[[str], bool] = lambda _: False
@@ -292,11 +295,52 @@ class Modules:
                 self._with_structure[key] = KnownCall(key[0], key[1], key[2], returns)
         self._learned.clear()
 
-    def begin_step(self) -> None:
-        """Begins to note what happens in a step."""
+    def begin_step(self, looks: bool) -> None:
+        """Begins to note what happens in a step.
+
+        Args:
+            looks: warn of parameters that are not of the model.
+        """
+        self._looks = looks
         self.buffers_read.clear()
         self.out_of_order.clear()
         self._called_last.clear()
+
+    def note_roots(self, roots: Sequence[Any]) -> None:
+        """Warns of parameters outside the model that a backward pass gives gradients.
+
+        Args:
+            roots: tensors or gradient edges, where the pass begins.
+        """
+        if not self._looks:
+            return
+        todo = [
+            root.node if isinstance(root, GradientEdge) else root.grad_fn
+            for root in roots
+            if isinstance(root, GradientEdge) or root.grad_fn is not None
+        ]
+        seen = set(todo)
+        while todo:
+            node = todo.pop()
+            found = getattr(node, "variable", None)
+            if isinstance(found, nn.Parameter) and self._name_of(found) is None:
+                self._warn_of(found)
+            more = [after for after, _ in node.next_functions if after is not None]
+            todo += [after for after in more if after not in seen]
+            seen.update(more)
+
+    def _warn_of(self, parameter: nn.Parameter) -> None:
+        if id(parameter) in self._warned:
+            return
+        self._warned.add(id(parameter))
+        warnings.warn(
+            f"a parameter of shape {tuple(parameter.shape)} that is not of the smp.DistributedModel "
+            "gets a gradient in the step. smp does not handle it: the gradient is the sum over the "
+            "microbatches, not the mean, is there only on the rank whose code has used the "
+            "parameter, and is not averaged over replicas. Put the parameter, such as that of a "
+            "loss, into the model before smp.DistributedModel",
+            stacklevel=2,
+        )
 
     def _note_call(self, number: int) -> None:
         """Notes a call of a module here, which may change its buffers."""
@@ -325,6 +369,7 @@ class Modules:
         """Begins to handle the calls of these modules."""
         _installed.append(weakref.ref(self))
         nn.Module._call_impl = _call  # type: ignore[method-assign,assignment]
+        _refuse_new_parameters()
         patch_function_apply()
         patch_torch()
         patch_engine(_in_step)
@@ -874,6 +919,24 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
                 "smp.set_tensor_parallelism(module, False) before"
             )
     return _original_call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+@functools.cache  # once for the process
+def _refuse_new_parameters() -> None:
+    """Makes modules of a model raise if code of a step gives them a parameter."""
+    nn.modules.module.register_module_parameter_registration_hook(_refuse_new_parameter)
+
+
+def _refuse_new_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    modules = _in_step()
+    number = None if modules is None else modules.number_of(module)
+    if modules is None or number is None or modules._name_of(parameter) is not None:
+        return
+    raise SMPUsageError(
+        f"code of the step gives module {modules.names[number]!r} a new parameter {name!r}. Other "
+        "ranks would not know it, and no optimizer and no reduction of gradients: make it in the "
+        "module's constructor, or call the model once before smp.DistributedModel"
+    )
 
 
 def _in_step() -> Modules | None:

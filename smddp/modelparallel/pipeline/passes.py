@@ -57,6 +57,9 @@ class Asker(Protocol):
         common.
         """
 
+    def note_roots(self, roots: Sequence[Any]) -> None:
+        """Looks at the graph of a pass that gives all parameters their gradients."""
+
     def anchors(self, names: Collection[str]) -> list[torch.Tensor]:
         """Returns leaves. A pass that asks for them visits the nodes of calls that may use some of
         the named parameters; see `CallerSide`."""
@@ -131,6 +134,8 @@ def patch_engine(find: Callable[[], Asker | None]) -> None:
         **named: Any,
     ) -> Any:
         asker.settle()
+        if not inputs:
+            asker.note_roots(outputs)
         names, captured = asker.parameters_among(inputs)
         different = list(dict.fromkeys(names.values()))
         anchors = asker.anchors(different) if names else []

@@ -472,6 +472,8 @@ class Server:
         run.gradients = {}
         frame.name = self.modules.names[graph.calls[graph.segments[run.number].calls[-1]].module]
         roots = [ends[value] for value in sums]
+        if this.accumulates:
+            self.modules.note_roots(roots)
         # A pass through the derivatives of a segment comes before that through the segment itself,
         # and must not free what both need. It is freed with the runs.
         kept = this._replace(keeps=this.keeps or run.differentiates)
