@@ -48,16 +48,21 @@ class Leaf(nn.Module):
     # Makes some calls late, so that ranks reach their tasks in different orders.
     pause: Callable[[], None] = staticmethod(lambda: None)
 
-    def __init__(self, source: random.Random) -> None:
+    def __init__(self, source: random.Random, more: bool = False) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.kind = source.choice(["plain", "second", "dropout", "structure"])
+        kinds = ["plain", "second", "dropout", "structure", *["statistics"] * more]
+        self.kind = source.choice(kinds)
+        if self.kind == "statistics":
+            self.norm = nn.BatchNorm1d(WIDTH, momentum=0.4)
         if self.kind == "dropout":
             self.dropout = nn.Dropout(0.3)
 
     def forward(self, x: Tensor, second: Tensor | None = None) -> Any:
         self.pause()
         y = torch.tanh(self.linear(x))
+        if self.kind == "statistics":
+            self.norm(y.detach())  # depends on the order of calls
         if self.kind == "second" and second is not None:
             y = y + second
         if self.kind == "dropout":
@@ -113,7 +118,7 @@ class Node(nn.Module):
     def __init__(self, source: random.Random, depth: int, operations: Any = OPERATIONS) -> None:
         super().__init__()
         self.parts = nn.ModuleList(
-            Leaf(source)
+            Leaf(source, operations is Node.MORE)
             if depth == 0 or source.random() < 0.5
             else Node(source, depth - 1, operations)
             for _ in range(source.randint(1, 4))
@@ -156,6 +161,8 @@ class Node(nn.Module):
                 return_value = self.run(part, old)
             return return_value + old
         if operation in ("checkpoint", "reentrant"):
+            if any(isinstance(one, nn.BatchNorm1d) for one in self.parts[part].modules()):
+                return self.run(part, old)  # it would count what is computed again, too
             again = operation == "reentrant"
             return checkpoint(self.run, part, old, use_reentrant=again)  # type: ignore[no-any-return]
         if operation == "residual":
