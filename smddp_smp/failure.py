@@ -97,8 +97,8 @@ class Failure(NamedTuple):
         trace: its traceback.
         pickled: the exception itself; None if it does not pickle.
         redo: the program has no error. What smp had assumed, about a structure, an argument,
-            derivatives, buffers, the order of parameters or the calls of other replicas, was wrong, so the step
-            is run again.
+            derivatives, buffers, the order of parameters or the calls of other replicas, was wrong,
+            so the step is run again.
         order_matters: smp had assumed that no buffer changes that other ranks read.
         elsewhere: the failure of another replica that made this one end the step; None if it has
             failed itself.

@@ -111,7 +111,8 @@ class Region:
                 # Not leaves, which cannot be changed in place; and another run needs the values.
                 values = [value.clone() for value in values]
             positional, named = rebuild(structure, [values[i] for i in numbers], objects)
-            with buffers.as_before(), objects_before.as_before(), _restored(random_state), _second():
+            before = buffers.as_before(), objects_before.as_before()
+            with before[0], before[1], _restored(random_state), _second():
                 return function(*positional, **named)
 
         result = checkpoint(run, *kept, use_reentrant=False, preserve_rng_state=False)

@@ -75,7 +75,7 @@ def _norm_of_parts(
         for group in groups:
             dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
         return counts.count_nonzero().float()
-    total = _norm_here(gradients, norm_type).float()
+    total: torch.Tensor = _norm_here(gradients, norm_type).float()
     for group in groups:
         total = _over_group(total, norm_type, group)
     return total
@@ -111,7 +111,7 @@ def _global_norm(parameters: Iterable[Any], norm_type: float) -> torch.Tensor:
     for parameter in parameters:
         if parameter.grad is not None:
             found.setdefault(_groups_of(parameter), []).append(parameter.grad)
-    total = _norm_here(found.pop((), []), norm_type)
+    total: torch.Tensor = _norm_here(found.pop((), []), norm_type)
     model = state.current_model()
     if model is None:
         return total
@@ -193,8 +193,8 @@ def patch_clipping() -> None:
 
 _original_clip: Any = nn.utils.clip_grad_norm_.__wrapped__  # type: ignore[attr-defined]
 _original_clip_value: Any = nn.utils.clip_grad_value_.__wrapped__  # type: ignore[attr-defined]
-_norm_here: Any = nn.utils.get_total_norm.__wrapped__
-_scale: Any = nn.utils.clip_grads_with_norm_.__wrapped__
+_norm_here: Any = nn.utils.get_total_norm.__wrapped__  # type: ignore[attr-defined]
+_scale: Any = nn.utils.clip_grads_with_norm_.__wrapped__  # type: ignore[attr-defined]
 _originals = _original_clip, _original_clip_value, _norm_here, _scale
 
 

@@ -2,8 +2,8 @@
 
 Each rank steps the parameters that it has. That is what one process does only if each of them is
 stepped by itself: a sum over all gradients is another number on each rank. So the first step is
-watched: each tensor that is computed from a parameter, its gradient or its state is marked with that
-parameter. What has the marks of two parameters combines them. Numbers that code takes out of
+watched: each tensor that is computed from a parameter, its gradient or its state is marked with
+that parameter. What has the marks of two parameters combines them. Numbers that code takes out of
 tensors carry marks, too. The watch sees functions of torch, and arithmetic of Python's numbers.
 """
 
@@ -93,7 +93,7 @@ class Watch(TorchFunctionMode):
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.found = ""
-        self._marks = WeakIdKeyDictionary()
+        self._marks: Any = WeakIdKeyDictionary()
         for number, parameter in enumerate(parameters):
             marks = frozenset((number,))
             self._marks[parameter] = marks

@@ -73,9 +73,10 @@ class Outgoing:
         ticket: done when all values have arrived.
         missing: how many edges to SINK have not brought their values yet.
         gradients: those of the inputs, by the number of the input and of the segment that sent it.
-        asked: the gradients of the parameters that the pass asks for, by the segment that sent them.
-        backward_ticket, backward_missing: the same as `ticket` and `missing`, for what segments send
-            to the caller in a backward pass.
+        asked: the gradients of the parameters that the pass asks for, by the segment that sent
+            them.
+        backward_ticket, backward_missing: the same as `ticket` and `missing`, for what segments
+            send to the caller in a backward pass.
         sunk: by segment, the ids of all values of its edge to SINK; only of edges that have results
             of unknown structure.
         hollow: do the inputs of the autograd node have no memory? See `CallerSide._linked`.
@@ -116,8 +117,8 @@ class CallerSide:
         # By `Origin.sending`. A graph is taken out after its backward pass, or if it needs none.
         self._outgoing: dict[int, Outgoing] = {}
         self._sendings = itertools.count()
-        # By the signature of a graph. Each graph has an anchor, a leaf that is an extra input of its
-        # nodes. Their outputs then require gradients even if no real input does; parameters on
+        # By the signature of a graph. Each graph has an anchor, a leaf that is an extra input of
+        # its nodes. Their outputs then require gradients even if no real input does; parameters on
         # other ranks need them. And a pass that asks for the anchor visits the nodes.
         self._known: dict[Hashable, _Known] = {}
         self._graph_ids = itertools.count()
@@ -339,8 +340,8 @@ class CallerSide:
         Args:
             sending: see `Origin`.
             segment: at the other end of the edge.
-            tensors: the gradients; None stands for "no gradient". At the end, those of the parameters
-                that the pass asks for.
+            tensors: the gradients; None stands for "no gradient". At the end, those of the
+                parameters that the pass asks for.
         """
         out = self._outgoing.get(sending)
         if out is None:
@@ -434,7 +435,6 @@ class CallerSide:
             self._outgoing.pop(out.sending, None)
         return [sums.get(index) for index in range(len(sums) and max(sums) + 1)]
 
-
     def _check_first(self, out: Outgoing) -> None:
         """Raises SMPUsageError if an earlier backward pass through a graph has freed it."""
         if out.backward_ticket.done:
@@ -490,7 +490,7 @@ class CallerSide:
         stand_ins = [torch.zeros((), requires_grad=True) for _ in numbers]
         tensors: list[torch.Tensor] = []
         objects: list[Any] = []
-        arguments = ((what, list(gradients), stand_ins), {})
+        arguments: Any = ((what, list(gradients), stand_ins), {})
         whole = lambda value: isinstance(value, Differentiation)  # noqa: E731
         structure = flatten(arguments, tensors, objects, whole)
         last, segment = graph.calls[-1], graph.segments[0]
@@ -613,7 +613,7 @@ def refuse_transforms(tensors: Sequence[Any], who: Callable[[], str]) -> None:
     if _functorch.peek_interpreter_stack() is not None:
         what = "a transform of torch.func (such as grad, vjp, jvp, vmap)"
     elif forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(one).tangent is not None
+        forward_ad.unpack_dual(one).tangent is not None  # type: ignore[no-untyped-call]
         for one in tensors
         if type(one) is torch.Tensor
     ):

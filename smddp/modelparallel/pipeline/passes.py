@@ -61,8 +61,11 @@ class Asker(Protocol):
         """Looks at the graph of a pass that gives all parameters their gradients."""
 
     def anchors(self, names: Collection[str]) -> list[torch.Tensor]:
-        """Returns leaves. A pass that asks for them visits the nodes of calls that may use some of
-        the named parameters; see `CallerSide`."""
+        """Returns leaves; a pass that asks for them visits calls that may use these parameters.
+
+        Args:
+            names: of the parameters.
+        """
 
     def parameters_among(self, inputs: Sequence[Any]) -> tuple[dict[int, str], set[Any]]:
         """Returns the names of those inputs that are parameters of the model, by position.
@@ -87,9 +90,7 @@ def asked() -> Asked | None:
 
 
 @contextlib.contextmanager
-def asking(
-    names: Sequence[str], captured: Collection[tuple[Any, int]] = ()
-) -> Iterator[Asked]:
+def asking(names: Sequence[str], captured: Collection[tuple[Any, int]] = ()) -> Iterator[Asked]:
     """Makes a context for one pass, which asks for these parameters; for none, if it is empty."""
     before, found = _running.asked, Asked(names, captured)
     _running.asked = found if names else None
@@ -166,7 +167,7 @@ def patch_engine(find: Callable[[], Asker | None]) -> None:
             )
         return tuple(gradients)
 
-    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined,assignment]
 
 
 def _accumulate(tensor: torch.Tensor, gradient: torch.Tensor, create: bool) -> None:

@@ -42,8 +42,8 @@ __all__ = [
 ]
 
 SOURCE, SINK = -1, -2
-# What a call has in place of a method if it makes the gradients of a segment, which has run, with an
-# autograd graph of their own; see `Differentiation`.
+# What a call has in place of a method if it makes the gradients of a segment, which has run, with
+# an autograd graph of their own; see `Differentiation`.
 DIFFERENTIATE = "differentiate"
 
 # Names a tensor in a call graph: (number of the call, number of the tensor in its result). For the

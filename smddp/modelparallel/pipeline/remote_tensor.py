@@ -614,7 +614,9 @@ def _gradients(outputs: Any, inputs: Sequence[Any], **kwargs: Any) -> tuple[Any,
     if not zeros:
         return found
     return tuple(
-        torch.zeros_like(one, device=getattr(one, "home", one).device) if gradient is None else gradient
+        torch.zeros_like(one, device=getattr(one, "home", one).device)
+        if gradient is None
+        else gradient
         for one, gradient in zip(stand_ins, found, strict=True)
     )
 
@@ -627,7 +629,7 @@ def _stand_in(parameter: RemoteTensor) -> torch.Tensor:
 
 
 def stand_in_for(tensor: Any) -> Home | None:
-    """Returns the home of a parameter of another rank that a tensor stands for in a pass, if any."""
+    """Returns the home of the parameter that a tensor stands for in a pass; None for others."""
     home: Home | None = tensor.__dict__.get("home") if type(tensor) is torch.Tensor else None
     return home
 

@@ -535,4 +535,3 @@ class _Entrance(torch.autograd.Function):
 # `Function.apply` would look for lazy tensors among the arguments, and for functorch transforms;
 # there are neither.
 _apply_entrance: Any = vars(torch._C._FunctionBase)["apply"].__get__(None, _Entrance)
-

@@ -595,7 +595,14 @@ def solved(pp: int, kind: type[Any], checkpointed: bool, marked: bool = False) -
         module.zero_grad()
         loss = step(model, x).reduce_mean()
         found.append(
-            (loss, {n: p.grad.clone() for n, p in model.local_named_parameters() if p.grad is not None})
+            (
+                loss,
+                {
+                    n: p.grad.clone()
+                    for n, p in model.local_named_parameters()
+                    if p.grad is not None
+                },
+            )
         )
     return found
 
