@@ -337,9 +337,8 @@ class Modules:
             f"a parameter of shape {tuple(parameter.shape)} that is not of the "
             "smp.DistributedModel gets a gradient in the step. smp does not handle it: the "
             "gradient is the sum over the microbatches, not the mean, is there only on the rank "
-            "gradient is the sum over the microbatches, not the mean, is there only on the rank "
-            "whose code has used the "
-            "loss, into the model before smp.DistributedModel",
+            "whose code has used the parameter, and is not averaged over replicas. Put the "
+            "parameter, such as that of a loss, into the model before smp.DistributedModel",
             stacklevel=2,
         )
 
