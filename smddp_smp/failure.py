@@ -18,6 +18,7 @@ __all__ = [
     "MODULES_NAMED",
     "ArgumentChangedError",
     "CallsDifferError",
+    "DifferentiatedTwiceError",
     "Elsewhere",
     "Failure",
     "OrderMattersError",
@@ -41,6 +42,10 @@ class StructureChangedError(Exception):
 
 class ArgumentChangedError(Exception):
     """Code has changed an argument in place before its call was sent, or had a result."""
+
+
+class DifferentiatedTwiceError(Exception):
+    """Gradients of calls that were sent together are differentiated again."""
 
 
 class CallsDifferError(Exception):
@@ -92,8 +97,8 @@ class Failure(NamedTuple):
         trace: its traceback.
         pickled: the exception itself; None if it does not pickle.
         redo: the program has no error. What smp had assumed, about a structure, an argument,
-            buffers, the order of parameters or the calls of other replicas, was wrong, so the step
-            is run again.
+            derivatives, buffers, the order of parameters or the calls of other replicas, was wrong,
+            so the step is run again.
         order_matters: smp had assumed that no buffer changes that other ranks read.
         elsewhere: the failure of another replica that made this one end the step; None if it has
             failed itself.
@@ -176,7 +181,13 @@ def describe(microbatch: int, rank: int, error: BaseException) -> Failure:
     except BaseException:  # of code of the script
         pickled = None
     order_matters = isinstance(error, OrderMattersError)
-    wrong = StructureChangedError, ArgumentChangedError, PlanChangedError, CallsDifferError
+    wrong = (
+        StructureChangedError,
+        ArgumentChangedError,
+        DifferentiatedTwiceError,
+        PlanChangedError,
+        CallsDifferError,
+    )
     redo = order_matters or isinstance(error, wrong)
     return Failure(microbatch, rank, text, trace, pickled, redo, order_matters)
 

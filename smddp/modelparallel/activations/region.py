@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -110,7 +111,8 @@ class Region:
                 # Not leaves, which cannot be changed in place; and another run needs the values.
                 values = [value.clone() for value in values]
             positional, named = rebuild(structure, [values[i] for i in numbers], objects)
-            with buffers.as_before(), objects_before.as_before(), _restored(random_state):
+            before = buffers.as_before(), objects_before.as_before()
+            with before[0], before[1], _restored(random_state), _second():
                 return function(*positional, **named)
 
         result = checkpoint(run, *kept, use_reentrant=False, preserve_rng_state=False)
@@ -126,6 +128,29 @@ class Region:
                 "Let it change a clone()"
             )
         return result
+
+
+class _Running(threading.local):
+    """What runs on a thread."""
+
+    again = False
+
+
+_running = _Running()
+
+
+def runs_again() -> bool:
+    """Says whether this thread is in the second run of a region, which changes no buffers."""
+    return _running.again
+
+
+@contextlib.contextmanager
+def _second() -> Iterator[None]:
+    before, _running.again = _running.again, True
+    try:
+        yield
+    finally:
+        _running.again = before
 
 
 def layer_arguments(layer: nn.Module, value: Any, spread: bool) -> tuple[Any, ...]:

@@ -162,6 +162,7 @@ class ModelRuntime:
         # step.
         self._order_matters: dict[str, bool] = {}
         self._step_name = ""
+        self._looked: set[str] = set()  # the names of step functions that have run
         # Did it matter in this step, on this replica? None if that is not known.
         self._order_mattered: bool | None = None
         # How the gathers of sharded parameters in this step have ended: see `close`.
@@ -392,7 +393,9 @@ class ModelRuntime:
             self.sharding.gathers.begin_step((name, torch.is_grad_enabled()), again)
         modules.predicts_structures = not again
         modules.in_order = in_order
-        modules.buffers_read.clear()
+        alone = microbatches == 1 and self.data_parallel.size == 1 and not several
+        modules.begin_step(not alone and name not in self._looked)
+        self._looked.add(name)
         # A Redo restores these values. With one partition there is one only with sharded
         # parameters; there is none in a second attempt.
         if (several or self.sharding is not None) and not again:
@@ -413,11 +416,13 @@ class ModelRuntime:
         if self.executor.size == 1 or not self.divided:
             return StepReport(False, {}, self.updates_masters)
         modules = self.executor.modules
-        read = modules.buffers_read
-        changed = any(self.buffers.changed(modules.full_name(*place)) for place in read)
+        places = set(modules.buffers_read)
+        for number in modules.out_of_order:
+            places.update((number, name) for name in modules.by_number[number]._buffers)
+        changed = any(self.buffers.changed(modules.full_name(*place)) for place in places)
         forms, form_changed = self.placement.changed_forms()
         if not modules.in_order and (changed or form_changed):
-            raise OrderMattersError("a buffer that other ranks read changes in the step")
+            raise OrderMattersError("a buffer changes in the step whose value depends on the order")
         return StepReport(changed, forms, self.updates_masters)
 
     def close(self, failed: bool) -> None:
@@ -611,6 +616,8 @@ class ModelRuntime:
             gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
             frame = task.frame
+            if gradient.requires_grad:  # made with create_graph=True; sums are changed in place
+                gradient = gradient.detach().clone()
             self._sum.add(parameter, frame.microbatch, gradient, frame.path)
             if self.data_parallel.hook_failure is not None:
                 raise self.data_parallel.hook_failure  # fails the step on all ranks of the pipeline

@@ -67,10 +67,20 @@ class ModelState:
 
     def _entries_of_all(self, group: dist.ProcessGroup) -> dict[str, Any]:
         """Returns `_entries`; raises on all ranks of the pipeline if that has raised on one."""
-        if self._sharding is None:
-            return self._entries()
         local: dict[str, Any] = {}
-        done_on_all("state_dict", lambda: local.update(self._entries()), group)
+
+        def collect() -> None:
+            known = self._placement.known()
+            for name, parameter in self._module.named_parameters():
+                if id(parameter) not in known:
+                    raise SMPUsageError(
+                        f"parameter {name!r} was put into the model after it was divided, so other "
+                        "ranks do not know it, and its gradient is not that of the other "
+                        "parameters: make it in the module's constructor"
+                    )
+            local.update(self._entries())
+
+        done_on_all("state_dict", collect, group)
         return local
 
     def _unite(self, entries: dict[str, Any]) -> None:

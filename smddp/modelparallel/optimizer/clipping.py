@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from smddp.modelparallel.common.lost import smp_errors
 from smddp.modelparallel.job.state import state
+from smddp.modelparallel.optimizer import watch
 from smddp.modelparallel.sharding.shard import Shard
 from smddp.modelparallel.tensor.division import division_of
 from smddp_smp.errors import SMPUsageError
@@ -73,7 +75,7 @@ def _norm_of_parts(
         for group in groups:
             dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
         return counts.count_nonzero().float()
-    total = torch.nn.utils.get_total_norm(gradients, norm_type).float()
+    total: torch.Tensor = _norm_here(gradients, norm_type).float()
     for group in groups:
         total = _over_group(total, norm_type, group)
     return total
@@ -100,11 +102,16 @@ def global_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> t
     """
     if not norm_type >= 0:
         raise SMPUsageError(f"norm_type must be at least 0, not {norm_type}")
+    with watch.paused():
+        return _global_norm(parameters, norm_type)
+
+
+def _global_norm(parameters: Iterable[Any], norm_type: float) -> torch.Tensor:
     found: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             found.setdefault(_groups_of(parameter), []).append(parameter.grad)
-    total = torch.nn.utils.get_total_norm(found.pop((), []), norm_type)
+    total: torch.Tensor = _norm_here(found.pop((), []), norm_type)
     model = state.current_model()
     if model is None:
         return total
@@ -152,7 +159,7 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
             return torch.tensor(-1.0)
         parameters = stand_ins.masters()
     total = global_norm(parameters, norm_type)
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    _scale(parameters, max_norm, total)
     return total
 
 
@@ -165,16 +172,18 @@ def _check_outside_step() -> None:
 
 
 def patch_clipping() -> None:
-    """Lets functions of `torch.nn.utils` clip what the optimizer uses.
+    """Lets functions of `torch.nn.utils` use the whole model, and clip what the optimizer uses.
 
-    In `clip_grad_norm_` each rank would clip by the norm of its own partition, shards or parts,
-    which is not that of one process, and parameters that several ranks have would not stay the
-    same. Both functions would clip scaled gradients in half precision.
+    In `clip_grad_norm_` and `get_total_norm` each rank would take the norm of its own partition,
+    shards or parts, which is not that of one process, and parameters that several ranks have would
+    not stay the same. In half precision they would use scaled gradients.
     """
     # Scripts that import a function by name have the wrapper, which calls what is in a cell.
     wrappers: tuple[tuple[Any, Any], ...] = (
         (nn.utils.clip_grad_norm_, _clip_grad_norm),
         (nn.utils.clip_grad_value_, _clip_grad_value),
+        (nn.utils.get_total_norm, _get_total_norm),
+        (nn.utils.clip_grads_with_norm_, _clip_grads_with_norm),
     )
     for wrapper, own in wrappers:
         for cell in wrapper.__closure__:
@@ -184,7 +193,9 @@ def patch_clipping() -> None:
 
 _original_clip: Any = nn.utils.clip_grad_norm_.__wrapped__  # type: ignore[attr-defined]
 _original_clip_value: Any = nn.utils.clip_grad_value_.__wrapped__  # type: ignore[attr-defined]
-_originals = _original_clip, _original_clip_value
+_norm_here: Any = nn.utils.get_total_norm.__wrapped__  # type: ignore[attr-defined]
+_scale: Any = nn.utils.clip_grads_with_norm_.__wrapped__  # type: ignore[attr-defined]
+_originals = _original_clip, _original_clip_value, _norm_here, _scale
 
 
 def _used(given: Sequence[torch.Tensor]) -> list[Any] | None:
@@ -227,15 +238,62 @@ def _clip_grad_norm(
     given = _listed(parameters)
     used = _used(given)
     if used is None:
-        found: torch.Tensor = _original_clip(
-            given, max_norm, norm_type, error_if_nonfinite, foreach
-        )
+        gradients = [one.grad for one in given if one.grad is not None]
+        found: torch.Tensor = _norm_here(gradients, norm_type, error_if_nonfinite, foreach)
+        _scale(given, max_norm, found, foreach)
         return found
-    total = global_norm(used, norm_type)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(total)}")
-    nn.utils.clip_grads_with_norm_(used, max_norm, total, foreach)
+    total = _finite(global_norm(used, norm_type), norm_type, error_if_nonfinite)
+    _scale(used, max_norm, total, foreach)
     return total
+
+
+def _finite(total: torch.Tensor, norm_type: float, check: bool) -> torch.Tensor:
+    if check and not total.isfinite():
+        raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(total)}")
+    return total
+
+
+def _get_total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    given = _listed(tensors)
+    owners = _owners(given)
+    used = None if owners is None else _used(owners)
+    if used is None:
+        found: torch.Tensor = _norm_here(given, norm_type, error_if_nonfinite, foreach)
+        return found
+    known = {id(one.grad) for one in owners or ()}
+    others = [types.SimpleNamespace(grad=one) for one in given if id(one) not in known]
+    return _finite(global_norm([*used, *others], norm_type), norm_type, error_if_nonfinite)  # type: ignore[list-item]
+
+
+def _owners(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Returns what has these gradients; None if none of them is one of the model's.
+
+    A rank may have no gradient when others have some; then it takes part without any.
+    """
+    model = state.current_model()
+    if model is None:
+        return None
+    several = [*model.runtime.optimised(), *model.parameters()]
+    with_gradient = {id(one.grad): one for one in reversed(several) if one.grad is not None}
+    if not gradients:
+        return None if with_gradient else []
+    return [with_gradient[id(one)] for one in gradients if id(one) in with_gradient] or None
+
+
+def _clip_grads_with_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    total_norm: torch.Tensor,
+    foreach: bool | None = None,
+) -> None:
+    given = _listed(parameters)
+    used = _used(given) if given else None
+    _scale(given if used is None else used, max_norm, total_norm, foreach)
 
 
 def _clip_grad_value(

@@ -18,6 +18,7 @@ from smddp.modelparallel.common.structure import tensors_in
 from smddp.modelparallel.delayed.life import come_to_life, with_values
 from smddp.modelparallel.job.meeting import gathered, gathered_over, together
 from smddp.modelparallel.job.state import state
+from smddp.modelparallel.optimizer import watch
 from smddp.modelparallel.optimizer.clipping import clip_grad_norm
 from smddp.modelparallel.optimizer.half import half_precision
 from smddp.modelparallel.optimizer.loss_scale import make_scaler
@@ -127,6 +128,12 @@ class DistributedOptimizer(metaclass=_IsPatched):
         if model is not None and model.partitioned:
             helper.adopt(model.runtime.placement, model.runtime.sharding)
         return optimizer
+
+
+def _ranks_differ() -> bool:
+    """Says whether the parameters of a model, or parts of them, are on several ranks."""
+    divided = state.topology.size_of("mp") > 1 or state.groups.sharding is not None
+    return divided or state.cfg.shard_optimizer_state
 
 
 _REPLACED = (
@@ -332,6 +339,7 @@ class _State:
     def __init__(self, optimizer: Any, stand_ins: StandIns | None) -> None:
         self.stand_ins = stand_ins
         self.shards = _shards(optimizer)
+        self._watched = False
         self._optimizer = weakref.ref(optimizer)
         # The functions of the class: bound methods would keep the optimizer alive.
         kind = type(optimizer)
@@ -381,8 +389,34 @@ class _State:
             type(optimizer).zero_grad(optimizer, *args, **kwargs)
 
     def _step_whole(self, *args: Any, **kwargs: Any) -> Any:
+        watched = not self._watched and _ranks_differ()
+        if watched and args and callable(args[0]):
+            args = (watch.unwatched(args[0]), *args[1:])
         inner = functools.partial(self._step, self._optimizer(), *args, **kwargs)
+        if watched:
+            inner = functools.partial(self._step_watched, inner)
         return inner() if self.stand_ins is None else self.stand_ins.step(inner)
+
+    def _step_watched(self, inner: Any) -> Any:
+        """Does the first step with gradients, and warns if it reduces over parameters."""
+        parameters = [one for group in self._groups() for one in group["params"]]
+        self._watched = any(one.grad is not None for one in parameters)
+        if not self._watched:
+            return inner()
+        with watch.Watch(parameters) as watched:
+            result = inner()
+        optimizer: Any = self._optimizer()
+        watched.forget(optimizer)
+        if watched.found:
+            warnings.warn(
+                f"the step of {type(optimizer).__name__} combines values of several parameters "
+                f"({watched.found}). Each rank has only some parameters of the model, so it may "
+                "train differently from one process. Use an optimizer that steps each parameter by "
+                "itself; for a norm of all gradients, call smp.clip_grad_norm, or "
+                "torch.nn.utils.get_total_norm with the gradients, on all ranks",
+                stacklevel=2,
+            )
+        return result
 
     def optimised(self) -> list[Any]:
         """Returns what has the gradients, also of parameters that other replicas step."""

@@ -10,21 +10,26 @@ autograd runs in the calling thread (see `Baton._run`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smddp.modelparallel.common.buffers import version_of
-from smddp.modelparallel.common.structure import rebuild
-from smddp.modelparallel.pipeline.collector import Collector
+from smddp.modelparallel.common.structure import flatten, rebuild
+from smddp.modelparallel.pipeline import passes
+from smddp.modelparallel.pipeline.collector import Collector, KnownCall
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import Lazy
 from smddp.modelparallel.pipeline.protocol import (
+    DIFFERENTIATE,
     SINK,
     SOURCE,
     Ambient,
+    Call,
+    Differentiation,
     Graph,
     Kind,
     Origin,
@@ -36,9 +41,18 @@ from smddp.modelparallel.pipeline.protocol import (
 from smddp.modelparallel.pipeline.services import RankServices
 from smddp_smp.baton import Ticket
 from smddp_smp.errors import SMPUsageError
-from smddp_smp.failure import ArgumentChangedError
+from smddp_smp.failure import ArgumentChangedError, DifferentiatedTwiceError
 
-__all__ = ["CallerSide", "Outgoing", "run_backward"]
+__all__ = ["CallerSide", "Outgoing", "leaf_like", "refuse_transforms", "run_backward"]
+
+
+class _Known(NamedTuple):
+    """A graph that all its members know; see `Outgoing`."""
+
+    graph: Graph
+    graph_id: int
+    reach: frozenset[str]
+    anchor: torch.Tensor
 
 
 class Outgoing:
@@ -47,6 +61,8 @@ class Outgoing:
     Attributes:
         sending, graph_id: see `Origin`.
         graph: the calls and edges.
+        reach: the names of the parameters that its modules have; see `Modules.reach`.
+        anchor: an extra input of the autograd node; see `CallerSide`.
         inputs: the caller's tensors that enter the graph, in the order of their numbers.
         versions: of the inputs when the code passed them.
         microbatch: for which it was sent.
@@ -57,20 +73,21 @@ class Outgoing:
         ticket: done when all values have arrived.
         missing: how many edges to SINK have not brought their values yet.
         gradients: those of the inputs, by the number of the input and of the segment that sent it.
-        backward_ticket, backward_missing: the same as `ticket` and `missing`, for the gradients of
-            the edges from SOURCE.
+        asked: the gradients of the parameters that the pass asks for, by the segment that sent
+            them.
+        backward_ticket, backward_missing: the same as `ticket` and `missing`, for what segments
+            send to the caller in a backward pass.
         sunk: by segment, the ids of all values of its edge to SINK; only of edges that have results
             of unknown structure.
+        hollow: do the inputs of the autograd node have no memory? See `CallerSide._linked`.
         dropped: no gradients will come. The members are told so (DROP) when all values have
             arrived.
     """
 
-    def __init__(
-        self, sending: int, graph: Graph, graph_id: int, opened: Collector, mb: int
-    ) -> None:
+    def __init__(self, sending: int, known: _Known, opened: Collector, mb: int) -> None:
         self.sending = sending
-        self.graph = graph
-        self.graph_id = graph_id
+        self.graph, self.graph_id, self.reach, self.anchor = known
+        graph = self.graph
         self.inputs = opened.inputs
         self.versions = opened.versions
         self.microbatch = mb
@@ -80,9 +97,11 @@ class Outgoing:
         self.ticket = Ticket()
         self.missing = len(graph.into[SINK])
         self.gradients: dict[tuple[int, int], torch.Tensor] = {}
+        self.asked: dict[int, list[torch.Tensor | None]] = {}
         self.backward_ticket = Ticket()
-        self.backward_missing = len(graph.out_of[SOURCE])
+        self.backward_missing = 0
         self.sunk: dict[int, list[TensorId]] = {}
+        self.hollow = False
         self.dropped = False
 
 
@@ -98,13 +117,13 @@ class CallerSide:
         # By `Origin.sending`. A graph is taken out after its backward pass, or if it needs none.
         self._outgoing: dict[int, Outgoing] = {}
         self._sendings = itertools.count()
-        # By the signature of a graph: the graph and its graph_id, which all its members know.
-        self._known: dict[Hashable, tuple[Graph, int]] = {}
+        # By the signature of a graph. Each graph has an anchor, a leaf that is an extra input of
+        # its nodes. Their outputs then require gradients even if no real input does; parameters on
+        # other ranks need them. And a pass that asks for the anchor visits the nodes.
+        self._known: dict[Hashable, _Known] = {}
         self._graph_ids = itertools.count()
-        # An extra input of each node. Its outputs then require gradients even if no real input
-        # does; parameters on other ranks need them.
-        self._anchor = torch.zeros((), requires_grad=True)
-        self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
+        # The calls that differentiate a segment, by module, structure of the gradients, and reach.
+        self._differentiations: dict[Hashable, KnownCall] = {}
 
     def clear(self) -> None:
         """Forgets the graphs that were sent in this step."""
@@ -115,6 +134,7 @@ class CallerSide:
         """Forgets also which graphs their members know, because there is another model."""
         self.clear()
         self._known.clear()
+        self._differentiations.clear()
 
     def collector(self, frame: Frame) -> Collector:
         """Returns the frame's open graph.
@@ -146,8 +166,9 @@ class CallerSide:
         assert isinstance(opened, _CallerCollector)
         frame.open = None
         alive = opened.lazies_in_use()
-        graph, graph_id = self._graph(opened, alive)
-        out = Outgoing(next(self._sendings), graph, graph_id, opened, frame.microbatch)
+        known = self._graph(opened, alive)
+        graph, graph_id = known.graph, known.graph_id
+        out = Outgoing(next(self._sendings), known, opened, frame.microbatch)
         self._check_inputs(out)
         opened.sent = out
         self._outgoing[out.sending] = out
@@ -183,14 +204,16 @@ class CallerSide:
         if frame.open is not None and frame.open.seeds:
             frame.open.fetch()
 
-    def _graph(self, opened: Collector, alive: list[Lazy]) -> tuple[Graph, int]:
-        """Returns the graph and its graph_id; sends it to its members if they do not know it."""
+    def _graph(self, opened: _CallerCollector, alive: list[Lazy]) -> _Known:
+        """Returns the graph; sends it to its members if they do not know it."""
         signature = opened.signature(alive)
         known = self._known.get(signature)
         if known is None:
             # A graph_id is never used again: a member may know another graph by it, if that was
             # sent to some of its members only.
-            known = graph, graph_id = opened.graph(alive), next(self._graph_ids)
+            graph, graph_id = opened.graph(alive), next(self._graph_ids)
+            reach = opened.reach or self._services.modules.reach(graph.calls)
+            known = _Known(graph, graph_id, reach, torch.zeros((), requires_grad=True))
             header = self._services.rank, graph_id, graph
             if all(self._services.send(member, Kind.GRAPH, header) for member in graph.members()):
                 self._known[signature] = known
@@ -236,13 +259,27 @@ class CallerSide:
             self._outgoing.pop(out.sending, None)
         elif any(value.requires_grad for value in values):
             if torch.is_grad_enabled():
-                values = _apply_remote(self, frame, out, self._anchor, *out.inputs)
+                values = _apply_remote(self, frame, out, out.anchor, *self._linked(out))
             else:
                 with torch.enable_grad():
-                    values = _apply_remote(self, frame, out, self._anchor, *out.inputs)
+                    values = _apply_remote(self, frame, out, out.anchor, *self._linked(out))
         out.values = {}
         out.inputs = []
         return dict(zip(out.results, values, strict=True))
+
+    def _linked(self, out: Outgoing) -> list[torch.Tensor]:
+        """Returns the inputs of a graph's node; without memory if it may be differentiated twice.
+
+        The node then keeps them, because gradients of the second order have to find the way to
+        them. Callers wait for each result of modules whose gradients have been differentiated; so
+        their graphs have one segment, and the last result comes with its structure.
+        """
+        if not out.returned or len(out.graph.segments) > 1:
+            return out.inputs
+        needed = [one for one in out.inputs if one.requires_grad]
+        out.hollow = True
+        hollow = iter(_Hollow.apply(*needed) if needed else ())
+        return [next(hollow) if one.requires_grad else one for one in out.inputs]
 
     # --- messages that arrive; on the thread that has the baton -----------------------------------
 
@@ -303,13 +340,16 @@ class CallerSide:
         Args:
             sending: see `Origin`.
             segment: at the other end of the edge.
-            tensors: the gradients; None stands for "no gradient".
+            tensors: the gradients; None stands for "no gradient". At the end, those of the
+                parameters that the pass asks for.
         """
         out = self._outgoing.get(sending)
         if out is None:
             return
-        values = out.graph.between[SOURCE, segment].values
-        for (_, index), gradient in zip(values, tensors, strict=True):
+        edge = out.graph.between.get((SOURCE, segment))
+        values = () if edge is None else edge.values
+        out.asked[segment] = tensors[len(values) :]
+        for (_, index), gradient in zip(values, tensors[: len(values)], strict=True):
             if gradient is not None:
                 # Kept apart by segment, because the sum must not depend on who answers first.
                 out.gradients[index, segment] = gradient
@@ -317,13 +357,27 @@ class CallerSide:
         if out.backward_missing == 0:
             self._services.baton.complete(out.backward_ticket)
 
-    def this_pass(self) -> Pass:
-        """Returns which kind of backward pass runs on this thread."""
+    def call_of(self, edge: GradientEdge) -> Call | None:
+        """Returns which call of another rank has made a tensor; None if none has."""
+        node: Any = edge.node
+        out = getattr(node, "out", None)
+        if not isinstance(out, Outgoing) or node.caller is not self:
+            return None
+        return out.graph.calls[out.results[edge.output_nr][0]]
+
+    def anchors(self, names: Collection[str]) -> list[torch.Tensor]:
+        """Returns the anchors of the graphs whose modules have some of the named parameters."""
+        return [one.anchor for one in self._known.values() if not one.reach.isdisjoint(names)]
+
+    def this_pass(self, out: Outgoing) -> Pass:
+        """Returns which kind of backward pass runs on this thread, through the node of a graph."""
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        asked = passes.asked()
+        if asked is not None:
+            return Pass(False, keeps, tuple([name for name in asked.names if name in out.reach]))
         # Autograd executes the anchor's node, unless the script has asked for certain gradients.
-        return Pass(
-            torch._C._will_engine_execute_node(self._anchor_node),
-            torch._C._autograd._get_current_graph_task_keep_graph(),
-        )
+        anchor = get_gradient_edge(out.anchor).node
+        return Pass(torch._C._will_engine_execute_node(anchor), keeps)
 
     def names(self, out: Outgoing) -> str:
         """Returns which modules a graph calls, and where they live, for the text of an error."""
@@ -355,12 +409,9 @@ class CallerSide:
             Aborted: the step has failed meanwhile.
         """
         services, graph = self._services, out.graph
-        if out.backward_ticket.done:
-            raise SMPUsageError(
-                "a second backward pass through a call of a module on another rank: what it needs "
-                "is gone. Add up the losses, and make one backward pass; or give the first one "
-                f"retain_graph=True. It is a call of {self.names(out)}"
-            )
+        self._check_first(out)
+        segments = len(graph.segments) if this.asked else len(graph.out_of[SOURCE])
+        out.backward_missing = segments
         of_result = dict(zip(out.results, gradients, strict=True))
         for edge in graph.into[SINK]:
             header = (services.rank, out.sending, SINK, edge.source, tuple(this))
@@ -373,11 +424,93 @@ class CallerSide:
             gradient = out.gradients[index, segment]
             sums[index] = sums[index] + gradient if index in sums else gradient
         out.gradients = {}
+        asked = passes.asked()
+        for segment in sorted(out.asked) if asked is not None else ():
+            for name, found in zip(this.asked, out.asked[segment], strict=True):
+                asked.add(name, found)  # type: ignore[union-attr]
+        out.asked = {}
         if this.keeps:
-            out.backward_ticket, out.backward_missing = Ticket(), len(graph.out_of[SOURCE])
+            out.backward_ticket = Ticket()
         else:
             self._outgoing.pop(out.sending, None)
         return [sums.get(index) for index in range(len(sums) and max(sums) + 1)]
+
+    def _check_first(self, out: Outgoing) -> None:
+        """Raises SMPUsageError if an earlier backward pass through a graph has freed it."""
+        if out.backward_ticket.done:
+            raise SMPUsageError(
+                "a second backward pass through a call of a module on another rank: what it needs "
+                "is gone. Add up the losses, and make one backward pass; or give the first one "
+                f"retain_graph=True. It is a call of {self.names(out)}"
+            )
+
+    def differentiate(
+        self,
+        out: Outgoing,
+        gradients: Sequence[Any],
+        inputs: Sequence[Any] | None,
+        needed: Sequence[bool],
+        this: Pass,
+    ) -> list[Any]:
+        """Does what `backward` does, with an autograd graph of the gradients.
+
+        For the ranks it is one more call: of the segment's backward pass, with the gradients of its
+        results as arguments. So it has a backward pass of its own, which can be differentiated in
+        the same way.
+
+        Args:
+            out: the graph.
+            gradients: of the node's outputs, in the order of `out.results`.
+            inputs: of the node, without memory; None if it has not kept them.
+            needed: which of them require a gradient.
+            this: the kind of backward pass.
+
+        Returns:
+            The gradients of the inputs, in their order; None where there is none.
+
+        Raises:
+            DifferentiatedTwiceError: the graph has several segments, or its inputs are not known
+                any more. In the second attempt, calls are sent one by one.
+            SMPUsageError: an earlier backward pass through this graph has freed it.
+        """
+        self._check_first(out)
+        services, graph = self._services, out.graph
+        services.modules.make_callers_wait({call.module for call in graph.calls})
+        if inputs is None:
+            raise DifferentiatedTwiceError(self.names(out))
+        numbers = [number for number, need in enumerate(needed) if need]
+        what = Differentiation(
+            out.sending,
+            this.accumulates,
+            this.asked,
+            tuple(out.results),
+            tuple([(-1, number) for number in numbers]),
+        )
+        # Stand for the inputs, which their owner has; so they have a place in the call's messages.
+        stand_ins = [torch.zeros((), requires_grad=True) for _ in numbers]
+        tensors: list[torch.Tensor] = []
+        objects: list[Any] = []
+        arguments: Any = ((what, list(gradients), stand_ins), {})
+        whole = lambda value: isinstance(value, Differentiation)  # noqa: E731
+        structure = flatten(arguments, tensors, objects, whole)
+        last, segment = graph.calls[-1], graph.segments[0]
+        known = KnownCall(last.module, DIFFERENTIATE, structure, None)
+        key = (last.module, structure, out.reach)
+        known = self._differentiations.setdefault(key, known)
+        frame: Frame = services.baton.task.frame  # type: ignore[union-attr]
+        self.settle(frame)
+        collector = frame.open = _CallerCollector(self, frame, ambient())
+        collector.reach = out.reach
+        collector.add(segment.owner, known, tensors, objects, None)
+        sent = self.send(frame)
+        first = len(sent.inputs) - len(numbers)
+        sent.inputs[first:] = [inputs[number] for number in numbers]
+        _, (of_inputs, asked) = collector.result_of_last()
+        running = passes.asked()
+        for name, found in zip(this.asked, asked, strict=True):
+            running.add(name, found)  # type: ignore[union-attr]
+        of_number = dict(zip(numbers, of_inputs, strict=True))
+        return [of_number.get(number) for number in range(len(needed))]
 
 
 class _CallerCollector(Collector):
@@ -388,6 +521,7 @@ class _CallerCollector(Collector):
         self._caller = caller
         self._frame = frame
         self.sent: Outgoing | None = None
+        self.reach: frozenset[str] = frozenset()
 
     def fetch(self) -> dict[TensorId, torch.Tensor]:
         """Sends the graph if that has not been done, and fills in all lazy tensors."""
@@ -422,6 +556,7 @@ class _Remote(torch.autograd.Function):
         ctx: Any, caller: Any, frame: Any, out: Outgoing, _anchor: Any, *inputs: Any
     ) -> Any:
         ctx.caller, ctx.frame, ctx.out, ctx.count = caller, frame, out, len(inputs)
+        ctx.inputs = [one if one.requires_grad else None for one in inputs] if out.hollow else None
         ctx.set_materialize_grads(False)
         values = [out.values[result] for result in out.results]
         ctx.mark_non_differentiable(*[value for value in values if not value.requires_grad])
@@ -430,33 +565,73 @@ class _Remote(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         caller, out = ctx.caller, ctx.out
-        this = caller.this_pass()
-        if not torch.is_grad_enabled():
+        refuse_transforms(gradients, lambda: caller.names(out))
+        asked = passes.asked()
+        if asked is not None:
+            gradients = tuple(
+                [None if (ctx, at) in asked.captured else one for at, one in enumerate(gradients)]
+            )
+            if all(one is None for one in gradients):
+                return (None,) * (4 + ctx.count)  # autograd visits it for its anchor only
+        this = caller.this_pass(out)
+        if torch.is_grad_enabled() and any(one is not None for one in gradients):
+            needed = ctx.needs_input_grad[4:]
+            found = caller.differentiate(out, gradients, ctx.inputs, needed, this)
+        else:
             found = caller.backward(ctx.frame, out, gradients, this)
-        else:  # with create_graph=True
-            with torch.no_grad():
-                found = caller.backward(ctx.frame, out, gradients, this)
-            found = _FirstDerivative.apply(caller, out, caller._anchor, *found)
         return (None, None, None, None, *found, *([None] * (ctx.count - len(found))))
 
 
-class _FirstDerivative(torch.autograd.Function):
-    """Returns gradients that came from another rank, and refuses to differentiate them again."""
+class _Hollow(torch.autograd.Function):
+    """Returns tensors without memory, through which gradients go to the given ones."""
 
     @staticmethod
-    def forward(ctx: Any, caller: Any, out: Outgoing, _anchor: Any, *gradients: Any) -> Any:
-        ctx.caller, ctx.out = caller, out
-        return tuple([None if one is None else one.detach() for one in gradients])
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple([leaf_like(tensor) for tensor in tensors])
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return gradients
+
+
+_functorch = torch._C._functorch
+
+
+def refuse_transforms(tensors: Sequence[Any], who: Callable[[], str]) -> None:
+    """Raises if a call or its gradients are part of what messages cannot carry.
+
+    Args:
+        tensors: what would be sent.
+        who: returns which modules are called.
+
+    Raises:
+        SMPUsageError: a transform of torch.func is running, or a tensor has a tangent, or is one of
+            batched gradients.
+    """
+    what = ""
+    if _functorch.peek_interpreter_stack() is not None:
+        what = "a transform of torch.func (such as grad, vjp, jvp, vmap)"
+    elif forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(one).tangent is not None  # type: ignore[no-untyped-call]
+        for one in tensors
+        if type(one) is torch.Tensor
+    ):
+        what = "a tensor with a tangent (forward-mode derivatives)"
+    elif any(_functorch.is_legacy_batchedtensor(one) for one in tensors if one is not None):
+        what = "a batch of gradients (is_grads_batched=True or vectorize=True)"
+    if what:
         raise SMPUsageError(
-            "a gradient that was made with create_graph=True goes through modules on another rank, "
-            "and is differentiated again; smp does not send second derivatives. Call "
-            "smp.set_partition(module, 0) before the first step for these modules, if the body "
-            "differentiates twice, or use a penalty that needs first derivatives only: "
-            f"{ctx.caller.names(ctx.out)}"
+            f"{what} cannot go through calls of modules on another rank: {who()}. Use "
+            "torch.autograd.grad for one gradient after the other, with create_graph=True for "
+            "derivatives of derivatives; or keep these modules on the rank that calls them, which "
+            "is partition 0 for the body: smp.set_partition(module, 0) before the first step"
         )
+
+
+def leaf_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a leaf of the shape and dtype of a tensor, with the memory of one element."""
+    return tensor.new_empty(()).expand(tensor.shape).requires_grad_()
 
 
 # `Function.apply` would look for lazy tensors among the arguments, and for functorch transforms;
@@ -470,7 +645,10 @@ def run_backward(
     gradients: Sequence[Any],
     inputs: Sequence[torch.Tensor],
     this: Pass,
-) -> list[torch.Tensor | None]:
+    parameters: Mapping[str, torch.Tensor],
+    anchors: Sequence[torch.Tensor],
+    create: bool = False,
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
     """Does what `torch.autograd.backward` or `grad` does, without checks.
 
     It runs on the calling thread only, which has to be one of the baton: see `Baton._run`.
@@ -480,20 +658,28 @@ def run_backward(
         gradients: of the roots, of the same shapes and dtypes.
         inputs: leaves.
         this: the kind of backward pass.
+        parameters: those of `this.asked` that live here, by name.
+        anchors: of the graphs of this rank that may use `this.asked`; see `CallerSide`.
+        create: make an autograd graph of the gradients.
 
     Returns:
-        The gradients of the inputs, in their order; None where there is none.
+        The gradients of the inputs, in their order, and those of the parameters in `this.asked`;
+        None where there is none.
     """
-    if not roots or not (inputs or this.accumulates):
-        return [None] * len(inputs)
-    only = () if this.accumulates else tuple(inputs)
-    found = _engine.run_backward(
-        tuple(roots), tuple(gradients), this.keeps, False, only, True, this.accumulates
-    )
+    only = () if this.accumulates else (*inputs, *parameters.values(), *anchors)
+    if not roots or not (only or this.accumulates):
+        return [None] * len(inputs), [None] * len(this.asked)
+    with passes.asking(this.asked) as asked:
+        found = _engine.run_backward(
+            tuple(roots), tuple(gradients), this.keeps, create, only, True, this.accumulates
+        )
     if not this.accumulates:
-        return list(found)
+        with torch.set_grad_enabled(create):
+            for name, gradient in zip(parameters, found[len(inputs) :], strict=False):
+                asked.add(name, gradient)
+        return list(found[: len(inputs)]), [asked.found.get(name) for name in this.asked]
     taken = []
     for leaf in inputs:
         taken.append(leaf.grad)
         leaf.grad = None
-    return taken
+    return taken, []

@@ -11,28 +11,34 @@ import collections
 import contextlib
 import enum
 import functools
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.activations.offload import Offloader
-from smddp.modelparallel.activations.region import Keeper, Region, layer_arguments
+from smddp.modelparallel.activations.region import Keeper, Region, layer_arguments, runs_again
 from smddp.modelparallel.common.structure import Structure, flatten, replace_tensors
-from smddp.modelparallel.pipeline.calls import CallerSide
+from smddp.modelparallel.pipeline.calls import CallerSide, refuse_transforms
 from smddp.modelparallel.pipeline.collector import KnownCall, predictable
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import Lazy, force, patch_function_apply
 from smddp.modelparallel.pipeline.outlook import Outlook, key_of
+from smddp.modelparallel.pipeline.passes import patch_engine
+from smddp.modelparallel.pipeline.protocol import Call
 from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, seeded
 from smddp.modelparallel.pipeline.remote_tensor import (
     Home,
+    RemoteTensor,
     ValueReader,
     force_argument,
     patch_torch,
+    stand_in_for,
     values_of,
 )
 from smddp.modelparallel.pipeline.services import RankServices
@@ -145,12 +151,15 @@ class Modules:
         names: by number; the root's is "model".
         owners: ranks of the pipeline, by number; None for modules without parameters and buffers,
             which run where their input is.
+        divided: do modules live on other ranks?
         forwarding: may values go directly from owner to owner? (`direct_forwarding`)
         predicts_structures: may callers go on before a result has come, if they know its structure?
             Not in the second attempt of a step.
         in_order: do the microbatches of this step run one after the other?
         training_flags: one byte per module, 1 for train and 0 for eval, as all ranks have set it at
             the beginning of this step; None before the first one.
+        out_of_order: numbers of the modules here that have been called in this step after a later
+            part of the program had called them: another microbatch, or another call graph.
         buffers_read: (number, name) of the buffers here that other ranks have read in this step.
         surroundings: entered around tasks and modules; None for nothing.
         observer: is told which slices run, if there is an order group; None for nobody.
@@ -186,6 +195,11 @@ class Modules:
         self.in_order = False
         self.training_flags: bytes | None = None
         self.buffers_read: set[tuple[int, str]] = set()
+        self.out_of_order: set[int] = set()
+        self._looks = False
+        self._warned: set[int] = set()  # ids of parameters outside the model
+        # By number of a module here that has buffers: which task has called it last.
+        self._called_last: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.replaced: Callable[[str], bool] = lambda _: False
         self.surroundings: Surroundings | None = None
         self.observer: SliceObserver | None = None
@@ -205,8 +219,12 @@ class Modules:
         by_id = {id(module): name for name, module in reversed(list(root.named_modules()))}
         self.names = [by_id[id(module)] or "model" for module in self.by_number]
         self._numbers = {id(module): number for number, module in enumerate(self.by_number)}
+        self._by_name = {name: number for number, name in enumerate(self.names)}
+        self._by_name[""] = 0
+        self._parameter_names: dict[int, str] = {}  # by id
         self._draws = [may_draw(module) for module in self.by_number]
         self.owners: list[int | None] = [0] * len(self.by_number)
+        self.divided = False
         # By (module, method, structure of the arguments, train or eval, gradients on?): first calls
         # whose result structure callers may rely on; then calls whose callers wait for the
         # result. A key may be in both.
@@ -221,6 +239,7 @@ class Modules:
     def set_owners(self, owners: Sequence[int | None]) -> None:
         """Sets the owners; from now on `module.forward(...)` of a remote module is a call, too."""
         self.owners = list(owners)
+        self.divided = any(owner not in (None, self._rank) for owner in self.owners)
         for number, owner in enumerate(self.owners):
             if owner is not None and owner != self._rank:
                 module = self.by_number[number]
@@ -276,6 +295,68 @@ class Modules:
                 self._with_structure[key] = KnownCall(key[0], key[1], key[2], returns)
         self._learned.clear()
 
+    def begin_step(self, looks: bool) -> None:
+        """Begins to note what happens in a step.
+
+        Args:
+            looks: warn of parameters that are not of the model.
+        """
+        self._looks = looks
+        self.buffers_read.clear()
+        self.out_of_order.clear()
+        self._called_last.clear()
+
+    def note_roots(self, roots: Sequence[Any]) -> None:
+        """Warns of parameters outside the model that a backward pass gives gradients.
+
+        Args:
+            roots: tensors or gradient edges, where the pass begins.
+        """
+        if not self._looks:
+            return
+        todo = [
+            root.node if isinstance(root, GradientEdge) else root.grad_fn
+            for root in roots
+            if isinstance(root, GradientEdge) or root.grad_fn is not None
+        ]
+        seen = set(todo)
+        while todo:
+            node = todo.pop()
+            found = getattr(node, "variable", None)
+            if isinstance(found, nn.Parameter) and self._name_of(found) is None:
+                self._warn_of(found)
+            more = [after for after, _ in node.next_functions if after is not None]
+            todo += [after for after in more if after not in seen]
+            seen.update(more)
+
+    def _warn_of(self, parameter: nn.Parameter) -> None:
+        if id(parameter) in self._warned:
+            return
+        self._warned.add(id(parameter))
+        warnings.warn(
+            f"a parameter of shape {tuple(parameter.shape)} that is not of the "
+            "smp.DistributedModel gets a gradient in the step. smp does not handle it: the "
+            "gradient is the sum over the microbatches, not the mean, is there only on the rank "
+            "whose code has used the parameter, and is not averaged over replicas. Put the "
+            "parameter, such as that of a loss, into the model before smp.DistributedModel",
+            stacklevel=2,
+        )
+
+    def _note_call(self, number: int) -> None:
+        """Notes a call of a module here, which may change its buffers."""
+        frame = self._frame()
+        if frame is None or runs_again():
+            return
+        now = frame.microbatch, frame.path
+        last = self._called_last.setdefault(number, now)
+        if now != last:
+            (microbatch, path), (earlier, before) = now, last
+            # A call within another one may come before or after calls of that itself.
+            length = min(len(path), len(before))
+            if (microbatch, path[:length]) < (earlier, before[:length]):
+                self.out_of_order.add(number)
+            self._called_last[number] = now
+
     def make_callers_wait(self, numbers: set[int]) -> None:
         """Makes callers wait for the results of these modules from now on.
 
@@ -288,8 +369,94 @@ class Modules:
         """Begins to handle the calls of these modules."""
         _installed.append(weakref.ref(self))
         nn.Module._call_impl = _call  # type: ignore[method-assign,assignment]
+        _refuse_new_parameters()
         patch_function_apply()
         patch_torch()
+        patch_engine(_in_step)
+
+    def settle(self) -> None:
+        """See `Asker`."""
+        frame = self._frame()
+        if frame is not None and frame.open is not None:
+            self._caller.settle(frame)
+
+    def anchors(self, names: Collection[str]) -> list[torch.Tensor]:
+        """See `Asker`."""
+        return self._caller.anchors(names)
+
+    def parameters_among(self, inputs: Sequence[Any]) -> tuple[dict[int, str], set[Any]]:
+        """See `Asker`; `force` returns the values of a parameter of another rank."""
+        found: dict[int, str] = {}
+        captured = set()
+        for position, tensor in enumerate(inputs) if self.divided else ():
+            home = stand_in_for(tensor)
+            if home is not None:
+                found[position] = self._canonical(home.name)
+                continue
+            if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+                continue
+            edge = get_gradient_edge(tensor)
+            if tensor.is_leaf:
+                # A parameter that was saved within a checkpoint comes back as another object.
+                name = self._name_of(edge.node.variable)  # type: ignore[attr-defined]
+            else:
+                read = self._caller.call_of(edge)
+                if read is None or not read.method.startswith(_PARAMETER):
+                    continue
+                name = self._name_of_read(read)
+                captured.add((edge.node, edge.output_nr))
+            if name is not None:
+                found[position] = name
+        return found, captured
+
+    def _canonical(self, full: str) -> str:
+        """Returns the first name of a parameter, which may have several."""
+        parameter = self._parameter(full)
+        return full if parameter is None else self._name_of(parameter) or full
+
+    def _name_of_read(self, call: Call) -> str | None:
+        parameter = self.by_number[call.module]._parameters[call.method[len(_PARAMETER) :]]
+        return None if parameter is None else self._name_of(parameter)
+
+    def reach(self, calls: Iterable[Call]) -> frozenset[str]:
+        """Returns the names of the parameters that calls may use.
+
+        These are the parameters of their modules, and of the modules inside these.
+        """
+        found: set[str | None] = set()
+        for call in calls:
+            if call.method.startswith(_PARAMETER):
+                found.add(self._name_of_read(call))
+            elif not call.method.startswith(_READS):
+                found.update(map(self._name_of, self.by_number[call.module].parameters()))
+        return frozenset(name for name in found if name is not None)
+
+    def _name_of(self, parameter: torch.Tensor) -> str | None:
+        """Returns the name in the model of a parameter; None if it is not of the model."""
+        found = self._parameter_names.get(id(parameter))
+        if found is None or self._parameter(found) is not parameter:
+            self._parameter_names = {
+                id(one): self.full_name(number, name)
+                for number, module in reversed(list(enumerate(self.by_number)))
+                for name, one in module._parameters.items()
+                if one is not None
+            }
+            found = self._parameter_names.get(id(parameter))
+        return found
+
+    def _parameter(self, full: str) -> nn.Parameter | None:
+        prefix, _, name = full.rpartition(".")
+        number = self._by_name.get(prefix)
+        return None if number is None else self.by_number[number]._parameters.get(name)
+
+    def local_parameters(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Returns those of the named parameters that live here and are trained, by name."""
+        found = {name: self._parameter(name) for name in names}
+        return {
+            name: one
+            for name, one in found.items()
+            if one is not None and not isinstance(one, RemoteTensor) and one.requires_grad
+        }
 
     def number_of(self, module: nn.Module) -> int | None:
         """Returns the number of a module; None if it is not of the model."""
@@ -498,6 +665,7 @@ class Modules:
         for position, tensor in enumerate(tensors):
             if type(tensor) is not torch.Tensor and type(tensor) is not Lazy:
                 tensors[position] = values_of(tensor)
+        refuse_transforms(tensors, lambda: repr(self.names[number]))
         collector = self._caller.collector(frame)
         for position, tensor in enumerate(tensors):
             if type(tensor) is Lazy and (tensor.fetch is None or tensor.collector is not collector):
@@ -589,6 +757,8 @@ class Modules:
 
     def _original(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
         module = self.by_number[number]
+        if module._buffers and not method.startswith(_READS):
+            self._note_call(number)
         if method.startswith(_READS):
             return self._surrounded(number, functools.partial(self._own_value, number, method))
         preserve = self.recomputed.get(number) if not method else None
@@ -749,6 +919,30 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
                 "smp.set_tensor_parallelism(module, False) before"
             )
     return _original_call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+@functools.cache  # once for the process
+def _refuse_new_parameters() -> None:
+    """Makes modules of a model raise if code of a step gives them a parameter."""
+    nn.modules.module.register_module_parameter_registration_hook(_refuse_new_parameter)
+
+
+def _refuse_new_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    modules = _in_step()
+    number = None if modules is None else modules.number_of(module)
+    if modules is None or number is None or modules._name_of(parameter) is not None:
+        return
+    raise SMPUsageError(
+        f"code of the step gives module {modules.names[number]!r} a new parameter {name!r}. Other "
+        "ranks would not know it, and no optimizer and no reduction of gradients: make it in the "
+        "module's constructor, or call the model once before smp.DistributedModel"
+    )
+
+
+def _in_step() -> Modules | None:
+    """Returns the model of the step whose code runs on this thread; None outside steps."""
+    found = (modules for reference in reversed(_installed) if (modules := reference()) is not None)
+    return next((modules for modules in found if modules._frame() is not None), None)
 
 
 class _RemoteForward:

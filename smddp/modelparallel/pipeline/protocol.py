@@ -23,10 +23,12 @@ from smddp.modelparallel.common.structure import Structure, builder, unpicklable
 from smddp_smp.errors import SMPUsageError
 
 __all__ = [
+    "DIFFERENTIATE",
     "SINK",
     "SOURCE",
     "Ambient",
     "Call",
+    "Differentiation",
     "Edge",
     "Graph",
     "Kind",
@@ -40,6 +42,9 @@ __all__ = [
 ]
 
 SOURCE, SINK = -1, -2
+# What a call has in place of a method if it makes the gradients of a segment, which has run, with
+# an autograd graph of their own; see `Differentiation`.
+DIFFERENTIATE = "differentiate"
 
 # Names a tensor in a call graph: (number of the call, number of the tensor in its result). For the
 # caller's tensors: (-1, number of the tensor among the caller's inputs).
@@ -60,7 +65,9 @@ class Kind(enum.IntEnum):
             extra). `extra` has the caller's objects by number, on an edge from SOURCE; or, on an
             edge to SINK, what `CallerSide.on_values` says; None if there is nothing.
         BACKWARD: (caller_rank, sending, target of the edge, source of the edge, fields of the
-            `Pass`): the target sends, the source receives. See `Origin`.
+            `Pass`): the target sends, the source receives. See `Origin`. What a segment sends to
+            the caller also has, at the end, the gradients of the parameters in `Pass.asked`; so
+            then each segment sends it one, with or without an edge.
         DONE: the number of the microbatch.
         DROP: the fields of the `Origin`, without depth and path.
         END: a `Failure`; or after a success, from rank 0 (`StepResult.header`, a `StepReport`),
@@ -135,10 +142,36 @@ class Pass(NamedTuple):
         accumulates: parameters get gradients. Not if the script has asked for certain gradients,
             as `torch.autograd.grad` does.
         keeps: there may be another backward pass through the same graph (`retain_graph`).
+        asked: the names of the parameters, of any rank, whose gradients the script has asked for.
+            Only if it does not accumulate.
     """
 
     accumulates: bool
     keeps: bool
+    asked: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Differentiation:
+    """A backward pass with create_graph=True through a graph of one segment, as a call.
+
+    The arguments of the call are this, the gradients of the graph's results (None where there is
+    none), and a stand-in for each of its inputs that requires a gradient. It returns the gradients
+    of these inputs, and those of the parameters that are asked for.
+
+    Attributes:
+        sending: of the graph.
+        accumulates: see `Pass`.
+        asked: see `Pass`.
+        results: the ids of the graph's results.
+        inputs: the ids of its inputs that require a gradient.
+    """
+
+    sending: int
+    accumulates: bool
+    asked: tuple[str, ...]
+    results: tuple[TensorId, ...]
+    inputs: tuple[TensorId, ...]
 
 
 class Ambient(NamedTuple):
@@ -222,7 +255,8 @@ class Call(NamedTuple):
         method: "forward" if that was called by name; "" if the module itself was. With activation
             checkpointing "recomputed", or "layers" for some layers of a sequence. Or "parameter
             weight" to read the parameter `weight`; "buffer mean", "earlier buffer mean" or "same
-            buffer mean" to read the buffer `mean` (see modules.py).
+            buffer mean" to read the buffer `mean` (see modules.py). `DIFFERENTIATE` for the
+            backward pass of a segment.
         structure: of (args, kwargs); see structure.py.
         tensors: the ids of the tensors of `structure`, in its order.
         objects: the numbers of the objects of `structure` among those of the caller, in its order.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -42,6 +42,7 @@ __all__ = [
     "patch_torch",
     "release_memory",
     "retype",
+    "stand_in_for",
     "values_of",
 ]
 
@@ -217,6 +218,8 @@ class RemoteTensor(torch.Tensor):
                 return home.device
             with _WITHOUT():
                 return func(*args, **kwargs)
+        if func is torch.autograd.grad and home.kind == "parameter" and in_step:
+            return _gradients(*args, **kwargs)
         if func is torch.autograd.grad:
             raise SMPUsageError(
                 f"torch.autograd.grad cannot return the gradient of {home.kind} {home.name!r}, "
@@ -598,6 +601,37 @@ def _functional_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                     "which it is called, 0 for the body: smp.set_partition(module, 0)"
                 )
     return _original_functional_call(module, *args, **kwargs)
+
+
+def _gradients(outputs: Any, inputs: Sequence[Any], **kwargs: Any) -> tuple[Any, ...]:
+    """Calls `torch.autograd.grad`, which asks other ranks for parameters; see passes.py."""
+    zeros = kwargs.pop("materialize_grads", False)
+    if zeros:
+        kwargs["allow_unused"] = True
+    outputs, kwargs = tree_map(force, (outputs, kwargs))
+    stand_ins = [_stand_in(one) if isinstance(one, RemoteTensor) else one for one in inputs]
+    found = torch.autograd.grad(outputs, stand_ins, **kwargs)
+    if not zeros:
+        return found
+    return tuple(
+        torch.zeros_like(one, device=getattr(one, "home", one).device)
+        if gradient is None
+        else gradient
+        for one, gradient in zip(stand_ins, found, strict=True)
+    )
+
+
+def _stand_in(parameter: RemoteTensor) -> torch.Tensor:
+    with _WITHOUT():
+        stand_in = _plain_empty(parameter).requires_grad_(parameter.requires_grad)
+    stand_in.home = parameter.home  # type: ignore[attr-defined]
+    return stand_in
+
+
+def stand_in_for(tensor: Any) -> Home | None:
+    """Returns the home of the parameter that a tensor stands for in a pass; None for others."""
+    home: Home | None = tensor.__dict__.get("home") if type(tensor) is torch.Tensor else None
+    return home
 
 
 def _lazily(value: Any) -> Any:

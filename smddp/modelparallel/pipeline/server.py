@@ -16,13 +16,16 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smddp.modelparallel.common.structure import flatten
-from smddp.modelparallel.pipeline.calls import CallerSide, run_backward
+from smddp.modelparallel.pipeline.calls import CallerSide, leaf_like, run_backward
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.modules import Modules
 from smddp.modelparallel.pipeline.protocol import (
+    DIFFERENTIATE,
     SINK,
     SOURCE,
+    Call,
+    Differentiation,
     Edge,
     Graph,
     Kind,
@@ -36,6 +39,7 @@ from smddp.modelparallel.pipeline.protocol import (
 from smddp.modelparallel.pipeline.services import RankServices
 from smddp.modelparallel.pipeline.step import UNLIMITED
 from smddp_smp.baton import Priority, Task
+from smddp_smp.errors import SMPUsageError
 from smddp_smp.failure import StructureChangedError
 from smddp_smp.order import TaskName
 
@@ -68,11 +72,13 @@ class _SegmentRun:
         returned: for each call whose result had no known structure: its structure, its objects,
             and how many tensors it has.
         sent: the sendings of the call graphs that it has sent itself.
+        differentiates: has it made the derivatives of another run?
     """
 
     __slots__ = (
         "arrived",
         "counted",
+        "differentiates",
         "gradients",
         "graph",
         "into",
@@ -102,6 +108,7 @@ class _SegmentRun:
         self.counted = False
         self.returned: dict[int, tuple[Any, list[Any], int]] = {}
         self.sent: list[int] = []
+        self.differentiates = False
 
     def owner(self, end: int) -> int:
         """Returns the rank at an end of an edge: the caller, if it is SOURCE or SINK."""
@@ -367,7 +374,7 @@ class Server:
             for tensor_id, tensor in zip(edge.values, arrived.pop(edge.source), strict=True):
                 values[tensor_id] = tensor
                 if tensor.requires_grad and torch.is_grad_enabled():
-                    leaves[tensor_id] = leaf = _leaf_like(tensor)
+                    leaves[tensor_id] = leaf = leaf_like(tensor)
                     values[tensor_id] = _apply_entrance(leaf, tensor.detach())
         outputs: dict[TensorId, torch.Tensor] = {}
         for index in graph.segments[run.number].calls:
@@ -376,7 +383,10 @@ class Server:
             objects = [run.objects[number] for number in call.objects]
             args, kwargs = graph.builders[index](arguments, objects)
             frame.name = modules.names[call.module]
-            result = modules.run(call.module, call.method, run.seeds[index], args, kwargs)
+            if call.method == DIFFERENTIATE:
+                result = self._differentiate(run, call, leaves, *args)
+            else:
+                result = modules.run(call.module, call.method, run.seeds[index], args, kwargs)
             tensors: list[torch.Tensor] = []
             found: list[Any] = []
             structure = flatten(result, tensors, found)
@@ -388,6 +398,65 @@ class Server:
                 values[index, position] = outputs[index, position] = force(tensor)
         self._caller.settle(frame)
         return outputs
+
+    def _differentiate(
+        self,
+        run: _SegmentRun,
+        call: Call,
+        leaves: dict[TensorId, torch.Tensor],
+        what: Differentiation,
+        gradients: Sequence[torch.Tensor | None],
+        _: Sequence[torch.Tensor],
+    ) -> Any:
+        """Does the backward pass of a segment that has run, and keeps an autograd graph of it.
+
+        The graph leads also to the inputs of that segment. Gradients go to them in the places of
+        the stand-ins, which are the last tensors of the call.
+
+        Args:
+            run: of the call.
+            call: see `Differentiation`.
+            leaves: those of the call's autograd graph; gets the inputs of the other segment.
+            what: says which segment and which gradients.
+            gradients: of its results.
+
+        Returns:
+            What the call returns.
+
+        Raises:
+            SMPUsageError: an earlier backward pass has freed the segment.
+        """
+        other = self._runs.get((run.origin.caller_rank, what.sending, 0))
+        if other is None:
+            raise SMPUsageError(
+                "a gradient with create_graph=True goes through a call of a module on another rank "
+                "whose graph is freed: keep it with retain_graph=True in the passes before"
+            )
+        inputs, ends = ({}, {}) if other.saved is None else other.saved
+        run.differentiates = True
+        wanted = [inputs[tensor_id] for tensor_id in what.inputs]
+        places = call.tensors[len(call.tensors) - len(wanted) :]
+        leaves.update(zip(places, wanted, strict=True))
+        roots = {
+            ends[value]: gradient
+            for value, gradient in zip(what.results, gradients, strict=True)
+            if gradient is not None and value in ends
+        }
+        this = Pass(what.accumulates, True, what.asked)
+        return self._run_backward(list(roots), list(roots.values()), wanted, this, True)
+
+    def _run_backward(
+        self,
+        roots: list[GradientEdge],
+        gradients: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        this: Pass,
+        create: bool = False,
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Does what the function `run_backward` does, with the parameters that live here."""
+        parameters = self.modules.local_parameters(this.asked) if this.asked else {}
+        anchors = self._caller.anchors(this.asked) if this.asked else []
+        return run_backward(roots, gradients, inputs, this, parameters, anchors, create)
 
     def _backward(self, frame: Frame, run: _SegmentRun, this: Pass) -> None:
         graph = run.graph
@@ -403,8 +472,15 @@ class Server:
         run.gradients = {}
         frame.name = self.modules.names[graph.calls[graph.segments[run.number].calls[-1]].module]
         roots = [ends[value] for value in sums]
+        if this.accumulates:
+            self.modules.note_roots(roots)
+        # A pass through the derivatives of a segment comes before that through the segment itself,
+        # and must not free what both need. It is freed with the runs.
+        kept = this._replace(keeps=this.keeps or run.differentiates)
         with self.modules.around_task():
-            found = run_backward(roots, list(sums.values()), list(leaves.values()), this)
+            found, asked = self._run_backward(
+                roots, list(sums.values()), list(leaves.values()), kept
+            )
         of_input = dict(zip(leaves, found, strict=True))
         # Drop the graphs that the segment has sent and that got no gradient, and those that a
         # checkpoint has sent again in this backward pass.
@@ -413,6 +489,9 @@ class Server:
             self._caller.drop(sent)
         for edge in run.into:
             gradients = [of_input.get(value) for value in edge.values]
+            if edge.source == SOURCE:
+                gradients += asked
+                asked = []
             header = (
                 run.origin.caller_rank,
                 run.origin.sending,
@@ -421,6 +500,9 @@ class Server:
                 tuple(this),
             )
             self._services.send(run.owner(edge.source), Kind.BACKWARD, header, gradients)
+        if asked:
+            header = (run.origin.caller_rank, run.origin.sending, run.number, SOURCE, tuple(this))
+            self._services.send(run.origin.caller_rank, Kind.BACKWARD, header, asked)
 
 
 def _unchanging(tensor: torch.Tensor) -> torch.Tensor:
@@ -453,8 +535,3 @@ class _Entrance(torch.autograd.Function):
 # `Function.apply` would look for lazy tensors among the arguments, and for functorch transforms;
 # there are neither.
 _apply_entrance: Any = vars(torch._C._FunctionBase)["apply"].__get__(None, _Entrance)
-
-
-def _leaf_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a leaf of the shape and dtype of a tensor, with the memory of one element."""
-    return tensor.new_empty(()).expand(tensor.shape).requires_grad_()

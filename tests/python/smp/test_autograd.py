@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from ranks import check_ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
 from smddp_smp.errors import SMPMicrobatchError
@@ -97,10 +98,73 @@ def chosen(model: Any, x: Tensor, y: Tensor) -> Any:
     return x.grad
 
 
+def penalty(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Trains with the square of a gradient."""
+    x = x.clone().requires_grad_()
+    found = model(x)
+    (slope,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+    loss = F.mse_loss(found, y) + slope.square().mean()
+    model.backward(loss)
+    return loss.detach()
+
+
+def curvature(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Trains with derivatives only, up to the third one; some are asked for by their inputs."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+    (third,) = torch.autograd.grad(second[:, 1].sum(), x, create_graph=True)
+    loss = (second.square() + third).mean()
+    model.backward(loss)
+    return loss.detach()
+
+
+def functional(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Products with Jacobians and Hessians, made by two backward passes each."""
+    of = torch.autograd.functional
+    v = torch.linspace(-1, 1, x.numel()).view_as(x)
+
+    def loss(x: Tensor) -> Tensor:
+        return F.mse_loss(model(x), y)
+
+    found = [of.jvp(model, x, v)[1], of.jvp(model, x, v, create_graph=True)[1]]
+    found += [of.hvp(loss, x, v)[1], of.vhp(loss, x, v)[1], of.hessian(loss, x)]
+    found += [of.jacobian(model, x), of.jacobian(model, x, create_graph=True)]
+    return torch.stack([one.detach().mul(1 + one.numel()).square().sum() for one in found])
+
+
+def of_parameters(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Gradients of all parameters, as values."""
+    loss = F.mse_loss(model(x), y)
+    found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    again = torch.autograd.grad(loss, list(model.parameters())[::-1])
+    torch.testing.assert_close(found, again[::-1], rtol=0, atol=0)
+    return torch.stack([one.norm() for one in found])
+
+
+def sharpness(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Trains with the norms of the gradients of some parameters."""
+    loss = F.mse_loss(model(x), y)
+    some = list(model.parameters())[1::2]
+    found = torch.autograd.grad(loss, some, create_graph=True)
+    total = loss + sum(one.square().sum() for one in found)
+    model.backward(total)
+    return torch.stack([one.detach().norm() for one in found])
+
+
+def unused_graph(model: Any, x: Tensor, y: Tensor) -> Any:
+    """A graph of the gradients that nobody needs."""
+    x = x.clone().requires_grad_()
+    loss = F.mse_loss(model(x), y)
+    loss.backward(create_graph=True)
+    return x.grad.detach()  # type: ignore[union-attr]
+
+
 BODIES = [saliency, adversarial, kept, kept_in_vain, twice, chosen]
+TWICE = [penalty, curvature, functional, of_parameters, sharpness, unused_graph]
 
 
-def run(pp: int, pipeline: str, active: int) -> Any:
+def run(pp: int, pipeline: str, active: int, names: str = "BODIES") -> Any:
     """Returns what each body returns, and the gradients that it leaves."""
     smp.init(
         {
@@ -117,7 +181,7 @@ def run(pp: int, pipeline: str, active: int) -> Any:
     model = smp.DistributedModel(module)
     x, y = torch.randn(8, WIDTH), torch.randn(8)
     found = {}
-    for body in BODIES:
+    for body in globals()[names]:
 
         @smp.step
         def step(model: Any, x: Tensor, y: Tensor, body: Any = body) -> Any:
@@ -156,36 +220,24 @@ def test_only_what_is_asked_for_gets_gradients(pipeline: str, active: int) -> No
                         torch.testing.assert_close(gradient, wanted)
 
 
-def penalty() -> str:
-    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
-    model = smp.DistributedModel(Net(2))
-
-    @smp.step
-    def unused(model: Any, x: Tensor) -> Any:
-        x = x.clone().requires_grad_()
-        (found,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        return found
-
-    @smp.step
-    def second(model: Any, x: Tensor) -> Any:
-        x = x.clone().requires_grad_()
-        loss = model(x).sum()
-        (found,) = torch.autograd.grad(loss, x, create_graph=True)
-        model.backward(loss + found.square().sum())
-
-    unused(model, torch.ones(4, WIDTH))  # the gradients are right; only their graph is missing
-    with pytest.raises(SMPMicrobatchError) as caught:
-        second(model, torch.ones(4, WIDTH))
-    unused(model, torch.ones(4, WIDTH))
-    return str(caught.value)
-
-
-def test_second_derivatives_through_a_remote_module_are_refused() -> None:
-    for text in check_ranks(penalty, "2"):
-        assert "SMPUsageError" in text
-        assert "create_graph=True" in text
-        assert "'inner'" in text
-        assert "smp.set_partition" in text
+@pytest.mark.parametrize(
+    ("pipeline", "active"),
+    [pytest.param("interleaved", 4, marks=pytest.mark.costly), ("simple", 4)],
+)
+def test_derivatives_of_derivatives_and_of_parameters(pipeline: str, active: int) -> None:
+    (expected,) = check_ranks(run, "1", 1, pipeline, active, "TWICE")
+    for pp in (2, 3):
+        for rank in check_ranks(run, str(pp), pp, pipeline, active, "TWICE"):
+            for body, (result, grads) in rank.items():
+                wanted, of_all = expected[body]
+                torch.testing.assert_close(result, wanted, msg=lambda m, b=body: f"{b}: {m}")
+                for name, gradient in grads.items():
+                    where = f"{body}, {name}, {pp}"
+                    assert (gradient is None) == (of_all[name] is None), where
+                    if gradient is not None:
+                        torch.testing.assert_close(
+                            gradient, of_all[name], msg=lambda m, w=where: f"{w}: {m}"
+                        )
 
 
 def asked(pp: int) -> Any:
@@ -425,3 +477,234 @@ def test_gradients_of_tensors_inside_other_values(way: str) -> None:
 def test_no_gradient_is_lost_inside_an_object(way: str) -> None:
     for text in check_ranks(packed, "2", 2, way):
         assert "SMPUsageError: a gradient reaches a tensor that came from another rank" in text
+
+
+class Adjoint(torch.autograd.Function):
+    """Calls a module in its backward pass, and returns gradients of its parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, f: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = x + f(x)
+        ctx.f = f
+        ctx.save_for_backward(x, *parameters)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = x + ctx.f(x)
+            found = torch.autograd.grad(y, (x, *parameters), gradient, allow_unused=True)
+        return None, *found
+
+
+class Reversible(torch.autograd.Function):
+    """Computes its input again from its output, and lets parameters get their gradients there."""
+
+    @staticmethod
+    def forward(ctx: Any, f: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            left, right = x.chunk(2, 1)
+            right = right + f(left)
+        ctx.f = f
+        ctx.save_for_backward(torch.cat([left, right], 1))
+        return torch.cat([left, right], 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (y,) = ctx.saved_tensors
+        left, right = y.chunk(2, 1)
+        with torch.enable_grad():
+            left = left.detach().requires_grad_()
+            of_left, of_right = gradient.chunk(2, 1)
+            with torch.no_grad():
+                torch.testing.assert_close(right - ctx.f(left), right - ctx.f(left))
+            ctx.f(left).backward(of_right)
+        return None, torch.cat([of_left + left.grad, of_right], 1)
+
+
+class Solver(nn.Module):
+    """Uses functions that call modules of several ranks in their backward passes."""
+
+    def __init__(self, pp: int) -> None:
+        super().__init__()
+        with smp.partition(0):
+            self.first = nn.Linear(WIDTH, WIDTH)
+        with smp.partition(pp - 1):
+            self.f = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+            with smp.partition(0):
+                self.f.append(nn.Linear(WIDTH, WIDTH))
+            self.turn = nn.Sequential(nn.Linear(WIDTH // 2, WIDTH // 2), nn.Tanh())
+            with smp.partition(min(1, pp - 1)):
+                self.turn.append(nn.Linear(WIDTH // 2, WIDTH // 2))
+
+    def solved(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = Adjoint.apply(self.f, x, *self.f.parameters())
+        return Reversible.apply(self.turn, x)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor, checkpointed: bool = False) -> Tensor:
+        x = self.first(x)
+        if checkpointed:
+            x = checkpoint(self.solved, x, use_reentrant=False)
+        return self.solved(x) + self.f(x)
+
+
+class Around(nn.Module):
+    """Has the solver on another rank than the body."""
+
+    def __init__(self, pp: int) -> None:
+        super().__init__()
+        with smp.partition(0):
+            self.outer = nn.Linear(WIDTH, WIDTH)
+        with smp.partition(min(1, pp - 1)):
+            self.solver = Solver(pp)
+
+    def forward(self, x: Tensor, checkpointed: bool = False) -> Tensor:
+        return self.solver(self.outer(x), checkpointed)  # type: ignore[no-any-return]
+
+
+def solved(pp: int, kind: type[Any], checkpointed: bool, marked: bool = False) -> Any:
+    smp.init(
+        {
+            "partitions": pp,
+            "microbatches": 4,
+            "auto_partition": False,
+            "default_partition": 0,
+            "ddp": True,
+        }
+    )
+    torch.manual_seed(0)
+    module = kind(pp)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Any:
+        loss = model(x, checkpointed).square().mean()
+        model.backward(loss)
+        return loss.detach()
+
+    x = torch.randn(8, WIDTH)
+    found = []
+    for number in range(3):
+        if number == 1 and marked:
+            smp.set_activation_checkpointing(module.turn[0])
+            smp.set_activation_checkpointing(module.f[0])
+        module.zero_grad()
+        loss = step(model, x).reduce_mean()
+        found.append(
+            (
+                loss,
+                {
+                    n: p.grad.clone()
+                    for n, p in model.local_named_parameters()
+                    if p.grad is not None
+                },
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("kind", [Solver, Around])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_function_that_calls_modules_in_its_backward(kind: Any, checkpointed: bool) -> None:
+    (expected,) = check_ranks(solved, "1", 1, kind, checkpointed)
+    for pp in (2, 3):
+        ranks = check_ranks(solved, str(pp), pp, kind, checkpointed, kind is Solver)
+        for step, (loss, grads) in enumerate(expected):
+            torch.testing.assert_close(ranks[-1][step][0], loss)
+            found = {name: one for rank in ranks for name, one in rank[step][1].items()}
+            assert found.keys() == grads.keys()
+            for name, gradient in grads.items():
+                where = f"{name}, step {step}, {pp} ranks"
+                torch.testing.assert_close(
+                    found[name], gradient, msg=lambda m, w=where: f"{w}: {m}"
+                )
+
+
+def later() -> Any:
+    """Differentiates twice only in a later step, whose calls are sent together at first."""
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    module = nn.Sequential(layers[0], nn.Tanh(), *layers[1:3], nn.Tanh(), layers[3])
+    model = smp.DistributedModel(module)
+    for number in (2, 3):
+        smp.set_partition(module[number], 1)
+    x = torch.randn(4, WIDTH)
+    runs = 0
+
+    @smp.step
+    def step(model: Any, x: Tensor, twice: bool) -> Any:
+        nonlocal runs
+        runs += 1
+        x = x.clone().requires_grad_()
+        loss = model(x).square().sum()
+        if twice:
+            loss = loss + torch.autograd.grad(loss, x, create_graph=True)[0].square().sum()
+        model.backward(loss)
+        return loss.detach()
+
+    found = []
+    for twice in (False, False, True, True):
+        found.append(step(model, x, twice).reduce_mean())
+    x = x.clone().requires_grad_()
+    return found, runs
+
+
+def test_the_first_step_that_differentiates_twice_is_run_again() -> None:
+    losses, runs = check_ranks(later, "2")[0]
+    assert runs == 4 * 2 + 2 - (runs == 9)  # the first microbatch may end the attempt
+    torch.testing.assert_close(losses[2], losses[3])
+    assert losses[2] > losses[1]
+
+
+def transformed(how: str) -> str:
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+    model = smp.DistributedModel(Net(2))
+
+    def total(x: Tensor) -> Tensor:
+        return model(x).sum()  # type: ignore[no-any-return]
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Any:
+        model(x)
+        v = torch.ones_like(x)
+        if how == "func.grad":
+            return torch.func.grad(total)(x)
+        if how == "func.jvp":
+            return torch.func.jvp(model, (x,), (v,))[1]
+        if how == "func.hessian":
+            return torch.func.hessian(total)(x)
+        if how == "vmap":
+            return torch.vmap(model)(x[:, None])
+        if how == "vectorize":
+            return torch.autograd.functional.jacobian(model, x, vectorize=True)
+        with torch.autograd.forward_ad.dual_level():
+            return torch.autograd.forward_ad.unpack_dual(
+                model(torch.autograd.forward_ad.make_dual(x, v))
+            ).tangent
+
+    with pytest.raises(SMPMicrobatchError) as caught:
+        step(model, torch.ones(4, WIDTH))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("func.grad", "a transform of torch.func"),
+        ("func.jvp", "a transform of torch.func"),
+        ("func.hessian", "a transform of torch.func"),
+        ("vmap", "a transform of torch.func"),
+        ("vectorize", "a batch of gradients"),
+        ("dual", "a tensor with a tangent"),
+    ],
+)
+def test_what_messages_cannot_carry_is_refused(how: str, what: str) -> None:
+    for text in check_ranks(transformed, "2", how):
+        assert f"SMPUsageError: {what}" in text
+        assert "cannot go through calls of modules on another rank: 'inner'" in text
+        assert "smp.set_partition(module, 0)" in text

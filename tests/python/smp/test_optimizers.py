@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -277,3 +278,125 @@ def test_a_rank_may_have_nothing_to_clip() -> None:
     right = float(torch.nn.utils.get_total_norm([p.grad for p in model[2].parameters()]))
     wanted = [pytest.approx(right, rel=1e-5), pytest.approx(0.25, rel=1e-4)]
     assert check_ranks(clipped_above, "2") == [[0, *wanted], [2, *wanted]]
+
+
+def by_hand(pp: int, half: bool) -> list[Any]:
+    """Clips with the two functions that torch has for it, some parameters frozen."""
+    smp.init({"partitions": pp, "fp16": half, **MANUAL})
+    found: list[Any] = []
+    for frozen in (None, 0, 2):
+        module = layers(pp - 1)
+        model = smp.DistributedModel(module)
+        for parameter in () if frozen is None else module[frozen].parameters():
+            parameter.requires_grad_(False)
+        trained_here = [p for p in model.parameters() if p.requires_grad]
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(trained_here, lr=0.1))
+        other = nn.Linear(2, 2)
+        if smp.rank() == 0:
+            other(torch.ones(1, 2)).sum().backward()
+        train(model, batch(0))
+        for order in (2.0, float("inf")):
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = nn.utils.get_total_norm(gradients, order)
+            nn.utils.clip_grads_with_norm_(model.parameters(), 0.3, norm)
+            used = optimizer._smp_state.optimised()
+            found.append((float(norm), [p.grad for p in used]))
+        # What is not the model's concerns one rank only.
+        foreign = [p.grad for p in other.parameters() if p.grad is not None]
+        if frozen is None:
+            nn.utils.get_total_norm(foreign)
+        nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        del model, optimizer, used
+        gc.collect()
+    return found
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_norms_by_hand_are_those_of_the_whole_model(half: bool) -> None:
+    (expected,) = check_ranks(by_hand, "1", 1, half)
+    ranks = check_ranks(by_hand, "2", 2, half)
+    for number, (norm, gradients) in enumerate(expected):
+        found = [one for rank in ranks for one in rank[number][1] if one is not None]
+        for rank in ranks:
+            assert rank[number][0] == pytest.approx(norm, rel=1e-2 if half else 1e-5)
+        wanted = [one for one in gradients if one is not None]
+        tolerance = {"rtol": 2e-2, "atol": 1e-2} if half else {}
+        torch.testing.assert_close(found, wanted, **tolerance)
+
+
+class Sums(torch.optim.Optimizer):
+    """Has one step size for all parameters, from sums over them: numbers or tensors."""
+
+    def __init__(self, parameters: Any, numbers: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1, "size": 0.0})
+        self.numbers = numbers
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Does one step."""
+        used = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if self.numbers:
+            size = 0.0
+            for parameter in used:
+                size += parameter.grad.square().sum().item()
+        else:
+            size = float(torch.stack(torch._foreach_norm([p.grad for p in used])).sum())
+        self.param_groups[0]["size"] = size
+        for parameter in used:
+            parameter.sub_(parameter.grad, alpha=0.1 / size)
+
+
+class Ratios(torch.optim.Optimizer):
+    """Has a step size for each parameter, from numbers."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "last": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Does one step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    ratio = parameter.norm().item() / (1 + parameter.grad.norm().item())
+                    group["last"] = ratio
+                    parameter.sub_(parameter.grad, alpha=0.1 * ratio)
+
+
+def warned() -> dict[str, list[str]]:
+    smp.init({"partitions": 2, **MANUAL})
+    several: dict[str, Callable[[Any], Any]] = {
+        **OPTIMIZERS,
+        "sums of numbers": lambda p: Sums(p, True),
+        "sums of tensors": lambda p: Sums(p, False),
+        "ratios": Ratios,
+        "AdamW": lambda p: torch.optim.AdamW(p, foreach=True),
+        "Adafactor": torch.optim.Adafactor,
+        "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+        "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+    }
+    found: dict[str, list[str]] = {}
+    for name, make in several.items():
+        model = smp.DistributedModel(layers(1))
+        optimizer = smp.DistributedOptimizer(make(list(model.parameters())))
+        train(model, batch(0))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                optimizer.step()
+        found[name] = [str(one.message) for one in caught if "combines" in str(one.message)]
+        for group in optimizer.param_groups:
+            assert all(type(value).__name__ != "_Number" for value in group.values())
+        del model, optimizer
+        gc.collect()
+    return found
+
+
+def test_an_optimizer_that_sums_over_parameters_is_named_once() -> None:
+    for rank in check_ranks(warned, "2"):
+        for name, texts in rank.items():
+            sums = name.startswith("sums")
+            assert len(texts) == sums, (name, texts)
+        (text,) = rank["sums of numbers"]
+        assert text.startswith("the step of Sums combines values of several parameters (a sum of")
+        assert "test_optimizers.py:" in text

@@ -7,6 +7,7 @@ is one partition, which test_transparency.py compares with plain torch.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -28,6 +29,8 @@ from smddp.modelparallel.activations import offload
 pytestmark = pytest.mark.multiprocess
 
 WIDTH, STEPS = 4, 3
+# Models with seeds from here on differentiate twice, and call modules in backward passes.
+DERIVATIVES = 100
 # partitions, microbatches, active, pipeline, direct forwarding, share of modules that get
 # activation checkpointing after the first step
 LAYOUTS = [
@@ -45,16 +48,21 @@ class Leaf(nn.Module):
     # Makes some calls late, so that ranks reach their tasks in different orders.
     pause: Callable[[], None] = staticmethod(lambda: None)
 
-    def __init__(self, source: random.Random) -> None:
+    def __init__(self, source: random.Random, more: bool = False) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.kind = source.choice(["plain", "second", "dropout", "structure"])
+        kinds = ["plain", "second", "dropout", "structure", *["statistics"] * more]
+        self.kind = source.choice(kinds)
+        if self.kind == "statistics":
+            self.norm = nn.BatchNorm1d(WIDTH, momentum=0.4)
         if self.kind == "dropout":
             self.dropout = nn.Dropout(0.3)
 
     def forward(self, x: Tensor, second: Tensor | None = None) -> Any:
         self.pause()
         y = torch.tanh(self.linear(x))
+        if self.kind == "statistics":
+            self.norm(y.detach())  # depends on the order of calls
         if self.kind == "second" and second is not None:
             y = y + second
         if self.kind == "dropout":
@@ -75,6 +83,28 @@ class Meter(nn.Module):
         return x
 
 
+class Adjoint(torch.autograd.Function):
+    """Calls a module again in its backward pass, and returns gradients of its parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, f: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = f(x)
+        ctx.f = f
+        ctx.save_for_backward(x, *parameters)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.f(x)
+        needed = [p for p in parameters if p.requires_grad]
+        found = torch.autograd.grad(y, (x, *needed), gradient, allow_unused=True)
+        return None, *found
+
+
 class Node(nn.Module):
     """Runs a random program."""
 
@@ -83,11 +113,14 @@ class Node(nn.Module):
         *["second", "dropped", "no_grad", "checkpoint", "reentrant", "residual"],
         *["detached", "condition", "stateless", "in place"],
     )
+    MORE = *["call", "residual", "condition", "checkpoint"], *["adjoint", "twice"] * 3
 
-    def __init__(self, source: random.Random, depth: int) -> None:
+    def __init__(self, source: random.Random, depth: int, operations: Any = OPERATIONS) -> None:
         super().__init__()
         self.parts = nn.ModuleList(
-            Leaf(source) if depth == 0 or source.random() < 0.5 else Node(source, depth - 1)
+            Leaf(source, operations is Node.MORE)
+            if depth == 0 or source.random() < 0.5
+            else Node(source, depth - 1, operations)
             for _ in range(source.randint(1, 4))
         )
         if source.random() < 0.3:
@@ -96,7 +129,7 @@ class Node(nn.Module):
         self.meter = Meter()
         self.measures_result = source.random() < 0.5
         self.program = [
-            (source.choice(self.OPERATIONS), source.randrange(len(self.parts)), source.random())
+            (source.choice(operations), source.randrange(len(self.parts)), source.random())
             for _ in range(source.randint(1, 5))
         ]
 
@@ -128,10 +161,26 @@ class Node(nn.Module):
                 return_value = self.run(part, old)
             return return_value + old
         if operation in ("checkpoint", "reentrant"):
+            if any(isinstance(one, nn.BatchNorm1d) for one in self.parts[part].modules()):
+                return self.run(part, old)  # it would count what is computed again, too
             again = operation == "reentrant"
             return checkpoint(self.run, part, old, use_reentrant=again)  # type: ignore[no-any-return]
         if operation == "residual":
             return old + self.run(part, old)
+        if operation == "adjoint":
+            draws = any(isinstance(one, nn.Dropout) for one in self.parts[part].modules())
+            if draws or not torch.is_grad_enabled():
+                return self.run(part, old)
+            run = functools.partial(self.run, part)
+            return Adjoint.apply(run, old, *self.parts[part].parameters())  # type: ignore[no-any-return]
+        if operation == "twice":
+            if not torch.is_grad_enabled():
+                return self.run(part, old)
+            old = old if old.requires_grad else old.detach().requires_grad_()
+            new = self.run(part, old)
+            of = {"create_graph": True, "allow_unused": True}
+            (slope,) = torch.autograd.grad(new.sum(), old, **of)
+            return new if slope is None else new + slope * 0.3
         if operation == "detached":
             return self.run(part, old.detach()) + old
         if operation == "condition":
@@ -143,7 +192,7 @@ class Node(nn.Module):
 
 def make(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    body = Node(random.Random(seed), 2)
+    body = Node(random.Random(seed), 2, Node.OPERATIONS if seed < DERIVATIVES else Node.MORE)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), body, nn.Linear(WIDTH, 2))
 
 
@@ -211,8 +260,8 @@ def trained(seeds: list[int], layout: tuple[Any, ...], degree: int = 1) -> dict[
 
 
 # In 34 a gradient is missing: a module has detached what another rank has made of a parameter.
-FEW = [3, 7, 34]
-MANY = list(range(20, 32))
+FEW = [3, 7, 34, 111]
+MANY = [*range(20, 32), *range(100, 112)]
 
 
 # As LAYOUTS, for two tensor-parallel ranks each.

@@ -176,13 +176,6 @@ def refused() -> None:
         passes(model, torch.ones(4, 4))
 
     @smp.step
-    def asks(model: Any, x: Tensor) -> Any:
-        return torch.autograd.grad(model(x).sum(), list(module.parameters()), allow_unused=True)
-
-    with pytest.raises(SMPMicrobatchError, match=r"torch.autograd.grad cannot return"):
-        asks(model, torch.ones(4, 4))
-
-    @smp.step
     def replaces(model: Any, x: Tensor, part: Any) -> Any:
         zeros = {name: torch.zeros(p.shape) for name, p in part.named_parameters()}
         return functional_call(part, zeros, (x,))

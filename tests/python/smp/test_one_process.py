@@ -1,0 +1,138 @@
+"""What differs from one process by timing or by where parameters live: the same, or a sentence."""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from ranks import check_ranks
+from torch import Tensor, nn
+
+import smdistributed.modelparallel.torch as smp
+from smddp_smp.errors import SMPError, SMPMicrobatchError
+
+pytestmark = pytest.mark.multiprocess
+
+MANUAL = {"auto_partition": False, "default_partition": 0}
+
+
+class Late(nn.Module):
+    """Takes a time that differs from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.delays = random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the shape of x."""
+        time.sleep(self.delays.random() * 3e-3)
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+def pairs(pp: int, last: int) -> Any:
+    """Trains a model that is called three times, and returns its statistics."""
+    smp.init({"partitions": pp, "microbatches": 4, "active_microbatches": 3, **MANUAL})
+    torch.manual_seed(0)
+    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=0.5))
+    module = nn.Sequential(Late(), norm, nn.Linear(4, 2))
+    model = smp.DistributedModel(module)
+    smp.set_partition(module[0], 1 % pp)
+    smp.set_partition(norm, last)
+
+    @smp.step
+    def step(model: Any, x: Tensor, y: Tensor) -> Any:
+        loss = (model(x) - model(y)).square().mean() + model(x + y).mean()
+        model.backward(loss)
+        return loss.detach()
+
+    for number in range(5):
+        x, y = torch.randn(2, 16, 4, generator=torch.Generator().manual_seed(number))
+        step(model, x, y)
+    entries = model.state_dict()
+    return {name: entries[name] for name in entries if "running" in name}
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_statistics_of_a_norm_that_is_called_several_times(last: int) -> None:
+    (expected,) = check_ranks(pairs, "1", 1, 0)
+    for found in check_ranks(pairs, "2", 2, last):
+        torch.testing.assert_close(found, expected)
+
+
+class Makes(nn.Module):
+    """Makes a parameter in its first forward, in one of two ways."""
+
+    def __init__(self, seen: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the shape of x."""
+        if "scale" not in self._parameters:
+            scale = nn.Parameter(torch.ones(3))
+            if self.seen:
+                self.scale = scale
+            else:
+                self._parameters["scale"] = scale
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+def made(seen: bool) -> str:
+    smp.init({"partitions": 2, "microbatches": 2, **MANUAL})
+    module = nn.Sequential(nn.Linear(4, 4), Makes(seen))
+    model = smp.DistributedModel(module)
+    smp.set_partition(module[1], 1)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Any:
+        model.backward(model(x).sum())
+
+    if seen:
+        with pytest.raises(SMPMicrobatchError) as caught:
+            step(model, torch.ones(4, 4))
+        return str(caught.value)
+    step(model, torch.ones(4, 4))
+    with pytest.raises(SMPError) as other:
+        model.state_dict()
+    return str(other.value)
+
+
+def test_a_parameter_that_a_forward_makes_is_named() -> None:
+    for text in check_ranks(made, "2", True):
+        assert "SMPUsageError: code of the step gives module '1' a new parameter 'scale'" in text
+    for text in check_ranks(made, "2", False):
+        assert "parameter '1.scale' was put into the model after it was divided" in text
+
+
+def outside() -> Any:
+    smp.init({"partitions": 2, "microbatches": 2, **MANUAL})
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    temperature = nn.Parameter(torch.ones(()))
+    model = smp.DistributedModel(module)
+    smp.set_partition(module[1], 1)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Any:
+        model.backward((model(x) * temperature).sum())
+
+    texts = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(model, torch.ones(4, 4))
+        texts += [str(one.message) for one in caught if "not of the smp" in str(one.message)]
+    return texts
+
+
+def test_a_parameter_outside_the_model_is_said_once() -> None:
+    texts, others = check_ranks(outside, "2")
+    assert not others
+    (text,) = texts
+    assert "a parameter of shape () that is not of the smp.DistributedModel" in text
+    assert "sum over the microbatches" in text
