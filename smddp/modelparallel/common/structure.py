@@ -14,6 +14,8 @@ A structure is a tuple that begins with a letter:
     ("n", class, children)                  named tuple, or one of torch's, as `max(dim=0)` returns
     ("d", class, keys, children)            dict, UserDict
     ("a", class, names, children)           dataclass
+    ("p", structure, count)                 a value whose objects are pickled, see `packed` in
+                                            objects.py; only between ranks, never inside another
 """
 
 from __future__ import annotations
@@ -221,7 +223,7 @@ def unpicklable(structure: Structure, objects: Any) -> tuple[str, Any, Exception
         except Exception as error:
             return "", objects[structure[1]], error
         return None
-    if structure[0] in "tc":
+    if structure[0] in "tcp":
         return None
     for position, child in enumerate(structure[-1]):
         found = unpicklable(child, objects)

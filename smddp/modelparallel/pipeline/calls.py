@@ -17,7 +17,6 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from smddp.modelparallel.common.buffers import version_of
-from smddp.modelparallel.common.structure import rebuild
 from smddp.modelparallel.pipeline.collector import Collector
 from smddp.modelparallel.pipeline.frame import Frame
 from smddp.modelparallel.pipeline.lazy import Lazy
@@ -401,14 +400,13 @@ class _CallerCollector(Collector):
         self.inputs = []
         return values
 
-    def result_of_last(self) -> tuple[Any, Any]:
-        """Fetches; returns structure and value of the last call, whose structure was unknown."""
+    def result_of_last(self) -> tuple[Any, list[Any], list[Any]]:
+        """Fetches; returns what the last call has returned, whose structure was unknown."""
         call = len(self.seeds) - 1
         values = self.fetch()
         assert self.sent is not None
         structure, objects, count = self.sent.returned[call]
-        tensors = [values[call, index] for index in range(count)]
-        return structure, rebuild(structure, tensors, objects)
+        return structure, [values[call, index] for index in range(count)], objects
 
 
 class _Remote(torch.autograd.Function):

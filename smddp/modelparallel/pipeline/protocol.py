@@ -35,11 +35,15 @@ __all__ = [
     "Pass",
     "Segment",
     "TensorId",
+    "Watched",
     "ambient",
     "raise_if_unpicklable",
 ]
 
 SOURCE, SINK = -1, -2
+
+# Modules whose calls are recorded; see `Call.watched`.
+Watched = tuple[tuple[int, bool], ...]
 
 # Names a tensor in a call graph: (number of the call, number of the tensor in its result). For the
 # caller's tensors: (-1, number of the tensor among the caller's inputs).
@@ -228,6 +232,8 @@ class Call(NamedTuple):
         objects: the numbers of the objects of `structure` among those of the caller, in its order.
         returns: the structure that the caller expects of the result; None if the caller waits for
             the result.
+        watched: the modules inside this one whose calls the owner records for hooks of the caller:
+            their numbers; do hooks want named arguments?
     """
 
     module: int
@@ -236,6 +242,7 @@ class Call(NamedTuple):
     tensors: tuple[TensorId, ...]
     objects: tuple[int, ...]
     returns: Any
+    watched: Watched = ()
 
 
 class Segment(NamedTuple):
@@ -291,7 +298,8 @@ class Graph:
     @functools.cached_property
     def builders(self) -> list[Callable[..., Any]]:
         """For each call, a function that makes (args, kwargs) from tensors and objects."""
-        return [builder(call.structure) for call in self.calls]
+        structures = [call.structure for call in self.calls]
+        return [builder(one[1] if one[0] == "p" else one) for one in structures]
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the fields only; the cached properties are not sent."""
