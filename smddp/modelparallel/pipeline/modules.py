@@ -675,14 +675,12 @@ class Modules:
         if preserve is None:
             result = surrounded(*args, **kwargs)
         else:
-            result = self._region_of(number).call(
-                surrounded, args, kwargs, preserve, self._keeper()
-            )
+            region = self._region_of(number)
+            result = region.call(surrounded, args, kwargs, preserve, self._keeper())
         frame = self._frame()
-        if frame is not None and frame.recorder is not None and frame.recorder.wants(number):
-            if method in ("", _RECOMPUTED):
-                record = Record(str(number), self._rank, args, kwargs, result)
-                frame.recorder.add(number, record)
+        recorder = frame.recorder if frame is not None else None
+        if recorder is not None and recorder.wants(number) and method in ("", _RECOMPUTED):
+            recorder.add(number, Record(str(number), self._rank, args, kwargs, result))
         return result
 
     def _region_of(self, number: int) -> Region:
