@@ -198,6 +198,8 @@ class ObjectValues:
         self._who = who
         self._parts: list[_Part] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
+        # Generators of random numbers, and their states.
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
         # Objects of which nothing is known.
         self.unknown: list[Any] = []
         self._note(objects)
@@ -225,6 +227,8 @@ class ObjectValues:
                 if type(value) is torch.Tensor:
                     self._versions.append((value, version_of(value)))
                 continue
+            if isinstance(value, torch.Generator):
+                self._generators.append((value, value.get_state()))
             if isinstance(value, tuple | frozenset):
                 open_ones += [one for one in value if not isinstance(one, _OPAQUE)]
                 continue
@@ -238,6 +242,7 @@ class ObjectValues:
     def restore(self) -> None:
         """Lets the objects hold what they held."""
         _restore(self._parts)
+        _set_states(self._generators)
 
     def check_tensors(self) -> None:
         """Checks that the tensors in the objects have not changed.
@@ -263,11 +268,13 @@ class ObjectValues:
         """
         self.check_tensors()
         present = [_Part.of(part.owner) for part in self._parts]
-        _restore(self._parts)
+        states = [(generator, generator.get_state()) for generator, _ in self._generators]
+        self.restore()
         try:
             yield
         finally:
             _restore(present)
+            _set_states(states)
 
 
 def _restore(parts: Iterable[_Part]) -> None:
@@ -275,6 +282,11 @@ def _restore(parts: Iterable[_Part]) -> None:
         # Other threads may change an object that the call only reads: it stays alone.
         if not part.equals(_Part.of(part.owner)):
             part.restore()
+
+
+def _set_states(generators: Iterable[tuple[torch.Generator, torch.Tensor]]) -> None:
+    for generator, state in generators:
+        generator.set_state(state)
 
 
 def _slots(kind: type) -> list[str]:
