@@ -61,6 +61,7 @@ MAIN = (
     *("gpt2", "bert", "roberta", "t5", "vit", "whisper", "segformer"),
 )
 CHECKS = ("train", "outputs", "generate")
+LARGEST = 20_000_000  # parameters
 BATCH, LENGTH, MICROBATCHES, STEPS, SIDE = 4, 8, 2, 2, 32
 # What a model is called for: the first of these that has the type.
 TASKS = (
@@ -87,8 +88,8 @@ SIZES: dict[int, str] = {
         embedding_size_per_layer hidden_size_per_layer_input position_embedding_dim""",
     8: """head_dim d_kv attention_head_size qk_nope_head_dim v_head_dim linear_key_head_dim
         linear_value_head_dim global_head_dim d_head""",
-    4: """num_attention_heads n_head encoder_attention_heads decoder_attention_heads num_heads n_heads
-        num_experts num_local_experts n_routed_experts moe_num_experts num_mel_bins_small patch_size
+    4: """num_attention_heads n_head encoder_attention_heads decoder_attention_heads num_heads
+        n_heads num_experts num_local_experts n_routed_experts moe_num_experts num_mel_bins_small patch_size
         qk_rope_head_dim attention_heads mamba_n_heads linear_num_value_heads""",
     2: """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers
         num_decoder_layers num_encoder_layers num_key_value_heads num_experts_per_tok moe_topk
@@ -163,6 +164,10 @@ def make(kind: str) -> nn.Module:
         _set(config, "decoder_start_token_id", 2)
     # Attentions can be returned.
     config._attn_implementation = "eager"
+    with torch.device("meta"):
+        size = sum(one.numel() for one in class_of(kind)(copy.deepcopy(config)).parameters())
+    if size > LARGEST:
+        raise ValueError(f"its small configuration has {size} parameters")
     torch.manual_seed(7)
     model = class_of(kind)(config)
     # Larger weights, so that layers matter.

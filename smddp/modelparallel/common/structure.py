@@ -36,6 +36,7 @@ __all__ = [
     "constants",
     "flatten",
     "map_tensors",
+    "may_be_changed",
     "rebuild",
     "replace_tensors",
     "tensors_in",
@@ -236,6 +237,24 @@ def unpicklable(structure: Structure, objects: Any) -> tuple[str, Any, Exception
                 step = f"[{position}]"
             return (step + found[0], *found[1:])
     return None
+
+
+def may_be_changed(structure: Structure) -> bool:
+    """Says whether the arguments of a call have anything that code may change, besides tensors.
+
+    Args:
+        structure: of (args, kwargs).
+    """
+    if structure[0] == "p":
+        return True
+    positional, named = structure[1]
+    # The dict of named arguments is not that of the code.
+    return _has_container(positional) or any(map(_has_container, named[-1]))
+
+
+def _has_container(structure: Structure) -> bool:
+    letter = structure[0]
+    return letter in "lsda" or (letter not in "tco" and any(map(_has_container, structure[-1])))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -20,7 +20,12 @@ from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.activations.region import Keeper, Region, layer_arguments
-from smddp.modelparallel.common.structure import Structure, flatten, replace_tensors
+from smddp.modelparallel.common.structure import (
+    Structure,
+    flatten,
+    may_be_changed,
+    replace_tensors,
+)
 from smddp.modelparallel.pipeline.calls import CallerSide
 from smddp.modelparallel.pipeline.collector import KnownCall, predictable
 from smddp.modelparallel.pipeline.frame import Frame
@@ -553,7 +558,7 @@ class Modules:
             key, KnownCall(number, method, structure, None, watched)
         )
         who = f"module {self.names[number]!r}"
-        arguments = Arguments(who, args, kwargs, originals, structure)
+        arguments = Arguments(who, args, kwargs, originals, may_be_changed(structure))
         collector.add(owner, call, tensors, objects, seed)
         found, tensors, objects = collector.result_of_last()
         find = functools.partial(self.find, arguments=arguments)

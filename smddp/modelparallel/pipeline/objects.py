@@ -36,7 +36,6 @@ __all__ = [
     "Reply",
     "flatten_reply",
     "is_immutable",
-    "may_be_changed",
     "opened",
     "packed",
     "rebuild_reply",
@@ -92,20 +91,6 @@ def is_immutable(value: Any) -> bool:
     return isinstance(value, _IMMUTABLE)
 
 
-def may_be_changed(structure: Structure) -> bool:
-    """Says whether a value has anything that code may change, besides tensors.
-
-    Args:
-        structure: of the value.
-    """
-    letter = structure[0]
-    if letter in "lsdap":
-        return True
-    if letter in "tco":
-        return False
-    return any(may_be_changed(child) for child in structure[-1])
-
-
 class Arguments:
     """The arguments of a call, to find out later what the call has changed.
 
@@ -115,7 +100,7 @@ class Arguments:
     """
 
     def __init__(
-        self, who: str, args: Any, kwargs: Any, tensors: Sequence[Any], structure: Structure
+        self, who: str, args: Any, kwargs: Any, tensors: Sequence[Any], may_change: bool
     ) -> None:
         """Notes what they hold.
 
@@ -124,18 +109,14 @@ class Arguments:
             args: positional arguments.
             kwargs: named arguments.
             tensors: those in the arguments, in the order of the structure.
-            structure: of (args, kwargs).
+            may_change: see `may_be_changed`.
         """
         self.tensors = tensors
         self.who = who
         self._versions: list[int] = []
         self._values: ObjectValues | None = None
         self._unknown: list[bytes | None] = []
-        # The dict of named arguments is not that of the code; the others may be.
-        inner = structure[1] if structure[0] == "p" else structure
-        positional, named = inner[1] if inner[0] == "u" else (inner, inner)
-        parts = [positional, *(named[-1] if named[0] == "d" else ())]
-        if structure[0] == "p" or any(map(may_be_changed, parts)):
+        if may_change:
             self._values = ObjectValues(who, [args, tuple(kwargs.values())])
 
     def watch(self) -> None:
@@ -335,7 +316,6 @@ def flatten_reply(
     """
     # Only where callers wait anyway, because they cannot expect an object.
     awaited = reply.objects is not None or reply.tensors is not None
-    names = arguments.names()
     mine = {id(one) for one in arguments.objects} if awaited else set()
 
     def whole(value: Any) -> bool:
@@ -350,8 +330,10 @@ def flatten_reply(
             changed = ("o", len(objects) - 1)
         rest = [flatten(one, tensors, objects) for one in (reply.tensors, reply.records)]
         structure = ("n", Reply, (structure, changed, *rest))
+    if all(map(is_immutable, objects)):
+        return structure, objects
     try:
-        return packed(structure, tensors, objects, number_of, names)
+        return packed(structure, tensors, objects, number_of, arguments.names())
     except Exception:
         raise_if_unpicklable(f"{arguments.who} returns", result, objects)
         raise

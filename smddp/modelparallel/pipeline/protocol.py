@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from smddp.modelparallel.common import device
-from smddp.modelparallel.common.structure import Structure, builder, unpicklable
+from smddp.modelparallel.common.structure import Structure, builder, may_be_changed, unpicklable
 from smddp_smp.errors import SMPUsageError
 
 __all__ = [
@@ -300,6 +300,11 @@ class Graph:
         """For each call, a function that makes (args, kwargs) from tensors and objects."""
         structures = [call.structure for call in self.calls]
         return [builder(one[1] if one[0] == "p" else one) for one in structures]
+
+    @functools.cached_property
+    def changeable(self) -> list[bool]:
+        """For each call, whether its arguments have anything that code may change."""
+        return [may_be_changed(call.structure) for call in self.calls]
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the fields only; the cached properties are not sent."""

@@ -378,7 +378,7 @@ class Server:
             _, parts, objects = opened(call.structure, arguments, objects, modules.find)
             args, kwargs = graph.builders[index](parts, objects)
             frame.name = name = modules.names[call.module]
-            before = Arguments(f"module {name!r}", args, kwargs, arguments, call.structure)
+            before = Arguments(f"module {name!r}", args, kwargs, arguments, graph.changeable[index])
             before.watch()
             frame.recorder = recorder = Recorder(call.watched) if call.watched else None
             result = modules.run(call.module, call.method, run.seeds[index], args, kwargs)
