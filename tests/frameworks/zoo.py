@@ -79,7 +79,7 @@ SIZES: dict[int, str] = {
     32: """hidden_size d_model n_embd dim embed_dim embedding_size embedding_dim emb_dim
         word_embed_proj_dim projection_dim hidden_dim decoder_hidden_size conv_dim d_embed
         encoder_hidden_size mamba_d_head text_embed_dim output_hidden_size out_hidden_size
-        vision_hidden_size width rnn_hidden_size attention_hidden_size lru_width d_inner""",
+        vision_hidden_size width image_size rnn_hidden_size attention_hidden_size lru_width d_inner""",
     64: """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner ffn_hidden_size
         feed_forward_size dim_feedforward encoder_intermediate_size intermediate_dim d_inner_mlp
         max_position_embeddings n_positions max_source_positions_text n_ctx expert_ffn_dim
@@ -97,7 +97,6 @@ SIZES: dict[int, str] = {
         num_encoder_hidden_layers num_decoder_hidden_layers num_kv_heads num_block_layers
         n_kv_heads depth""",
     128: "vocab_size n_vocab text_vocab_size vocab_size_per_layer_input",
-    SIDE: "image_size",
 }
 BY_NAME = {name: size for size, names in SIZES.items() for name in names.split()}
 # What these rules do not know, by type.
