@@ -171,8 +171,13 @@ class Collector:
         """
         calls = [
             Call(
-                *(known.module, known.method, known.structure),
-                *(ids, numbers, known.returns, known.watched),
+                module=known.module,
+                method=known.method,
+                structure=known.structure,
+                tensors=ids,
+                objects=numbers,
+                returns=known.returns,
+                watched=known.watched,
             )
             for known, ids, numbers in self._calls
         ]

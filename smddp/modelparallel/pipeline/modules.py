@@ -285,7 +285,7 @@ class Modules:
             if before is not None and before.returns != returns:
                 self._changes[key] += 1
             if returns is not None and self._changes[key] < _MAX_CHANGES:
-                self._with_structure[key] = KnownCall(*key[:3], returns, key[5])
+                self._with_structure[key] = KnownCall(key[0], key[1], key[2], returns, key[5])
         self._learned.clear()
 
     def make_callers_wait(self, numbers: set[int]) -> None:
