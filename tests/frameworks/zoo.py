@@ -1,6 +1,6 @@
 """Compares small random models of all types of transformers on two partitions with one process.
 
-build/frameworks/bin/python tests/frameworks/zoo.py [--table FILE] [--seconds 60] [TYPE ...]
+build/frameworks/bin/python tests/frameworks/zoo.py [--table FILE] [--turn 0/20] [TYPE ...]
 
 Each type is a job of two ranks, which are forked, so transformers is imported once. There are
 three checks: "train" compares losses and gradients of two steps; "outputs" does so with hidden
@@ -451,10 +451,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", type=Path, help="write the table there, as JSON")
     parser.add_argument("--seconds", type=float, default=120.0, help="for each type")
+    parser.add_argument("--turn", default="0/1", help="1/20: the second of 20 parts of the others")
     parser.add_argument("types", nargs="*", help="all, without")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a process with threads must not fork
-    kinds = arguments.types or [*MAIN, *sorted(set(CONFIG_MAPPING.keys()) - set(MAIN))]
+    turn, parts = map(int, arguments.turn.split("/"))
+    others = sorted(set(CONFIG_MAPPING.keys()) - set(MAIN))
+    kinds = arguments.types or [*MAIN, *others[turn::parts]]
     table: dict[str, dict[str, str]] = {}
     for kind in kinds:
         try:

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from smddp.modelparallel.pipeline.objects import Record
 from smddp.modelparallel.pipeline.protocol import Watched
 from smddp_smp.errors import SMPUsageError
+from smddp_smp.failure import StructureChangedError
 
 __all__ = ["ForwardHooks", "OwnersHookError", "Recorder"]
 
@@ -39,7 +40,7 @@ class Recorder:
         Args:
             watched: the modules.
         """
-        self._watched = dict(watched)
+        self._watched = {number: rest for number, *rest in watched}
         self.records: list[Record] = []
 
     def wants(self, number: int) -> bool:
@@ -48,7 +49,11 @@ class Recorder:
 
     def among(self, numbers: Iterable[int]) -> Watched:
         """Returns those of the modules that it records."""
-        return tuple([(one, self._watched[one]) for one in numbers if one in self._watched])
+        return tuple([(one, *self._watched[one]) for one in numbers if one in self._watched])
+
+    def runs_later(self, number: int, rank: int) -> bool:
+        """Says whether the hooks of a module run on this rank when the record has come back."""
+        return rank in self._watched[number][1]
 
     def add(self, number: int, record: Record) -> None:
         """Records a call.
@@ -57,7 +62,7 @@ class Recorder:
             number: of the module.
             record: of the call.
         """
-        self.records.append(record if self._watched[number] else record._replace(kwargs=None))
+        self.records.append(record if self._watched[number][0] else record._replace(kwargs=None))
 
 
 class ForwardHooks:
@@ -67,13 +72,17 @@ class ForwardHooks:
         next_handle: the number of the first handle of a hook that code of this step gets.
     """
 
-    def __init__(self, by_number: list[nn.Module], number_of: Callable[[nn.Module], int | None]):
+    def __init__(
+        self, rank: int, by_number: list[nn.Module], number_of: Callable[[nn.Module], int | None]
+    ) -> None:
         """Knows of no hooks that belong to the owner alone.
 
         Args:
+            rank: this one of the pipeline.
             by_number: the modules.
             number_of: returns the number of a module, None if it is not of the model.
         """
+        self._rank = rank
         self._by_number, self._number_of = by_number, number_of
         self.next_handle = RemovableHandle.next_id
         # The handles that code of earlier steps has got: on this rank alone.
@@ -102,7 +111,7 @@ class ForwardHooks:
         """Returns the modules whose calls have to be recorded inside a call of another rank.
 
         Args:
-            number: of the called module, whose own call need not be recorded.
+            number: of the called module. Hooks of this rank need no record of its own call.
             recorder: of the call that is served here now, whose caller needs records, too.
         """
         if self._known != RemovableHandle.next_id:
@@ -115,36 +124,71 @@ class ForwardHooks:
                 one for one in numbers if one is not None and self._by_number[one]._forward_hooks
             ]
             self._inside[number] = inside
-        found: dict[int, bool] = {}
+        found: dict[int, tuple[bool, tuple[int, ...]]] = {}
         for one in inside:
             handles = self._handles(one)
             if one != number and handles:
                 with_kwargs = self._by_number[one]._forward_hooks_with_kwargs
-                found[one] = any(handle in with_kwargs for handle in handles)
+                named = any(handle in with_kwargs for handle in handles)
+                found[one] = named, (self._rank,)
         if recorder is not None:
             numbers = map(self._number_of, self._by_number[number].modules())
-            for one, named in recorder.among(n for n in numbers if n is not None and n != number):
-                found[one] = found.get(one, False) or named
-        return tuple(sorted(found.items()))
+            for one, named, ranks in recorder.among(n for n in numbers if n is not None):
+                mine = found.get(one, (False, ()))
+                found[one] = mine[0] or named, tuple(sorted({*mine[1], *ranks}))
+        return tuple([(one, *found[one]) for one in sorted(found)])
+
+    def call_without(self, module: nn.Module, number: int, args: Any, kwargs: Any) -> Any:
+        """Calls a module whose forward hooks run on this rank later, in the order of all records.
+
+        Args:
+            module: that lives here.
+            number: of the module.
+            args: positional arguments.
+            kwargs: named arguments.
+
+        Raises:
+            SMPUsageError: it has hooks of the backward pass, too.
+        """
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise SMPUsageError(
+                f"a {type(module).__name__} has hooks of both the forward and the backward pass, and "
+                "is called by a module of another rank, which this rank has called: give it hooks "
+                "of one kind, or let smp.set_partition put both modules on one rank"
+            )
+        for handle, hook in list(module._forward_pre_hooks.items()):
+            if handle in module._forward_pre_hooks_with_kwargs:
+                changed: Any = hook(module, args, kwargs)  # type: ignore[call-arg]
+                args, kwargs = (args, kwargs) if changed is None else changed
+            else:
+                changed = hook(module, args)
+                if changed is not None:
+                    args = changed if isinstance(changed, tuple) else (changed,)
+        result = module.forward(*args, **kwargs)
+        for handle, hook in list(module._forward_hooks.items()):
+            if (number, handle) in self._of_owner:
+                named = (kwargs,) if handle in module._forward_hooks_with_kwargs else ()
+                changed = hook(module, args, *named, result)
+                result = result if changed is None else changed
+        return result
 
     def _handles(self, number: int) -> list[int]:
         hooks = self._by_number[number]._forward_hooks
         return [handle for handle in hooks if (number, handle) not in self._of_owner]
 
-    def run(self, frame: Any, number: int, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        """Runs the hooks of a module that has run on another rank.
+    def run(self, frame: Any, name: str, record: Record) -> None:
+        """Runs the hooks of a module for a call that this rank's code has caused on another one.
 
         Args:
             frame: of the code that has called it, or a module around it.
-            number: of the module.
             name: of the module.
-            args: its positional arguments.
-            kwargs: its named arguments; None if no hook wants them.
-            result: what it has returned, after its hooks there.
+            record: of the call.
 
         Raises:
+            StructureChangedError: a hook was expected to look only, and returns something.
             SMPUsageError: a hook that code of a step has given returns something.
         """
+        number, (args, kwargs, result) = int(record.module), record[2:]
         module = self._by_number[number]
         for handle in self._handles(number):
             hook: Any = module._forward_hooks.get(handle)
@@ -170,3 +214,5 @@ class ForwardHooks:
                 )
             if changed:
                 self._found.add((number, handle))
+                if record.ran == self._rank:
+                    raise StructureChangedError(name)

@@ -40,7 +40,7 @@ from smddp.modelparallel.pipeline.objects import (
     rebuild_reply,
 )
 from smddp.modelparallel.pipeline.outlook import Outlook, key_of
-from smddp.modelparallel.pipeline.protocol import raise_if_unpicklable
+from smddp.modelparallel.pipeline.protocol import Watched, raise_if_unpicklable
 from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, seeded
 from smddp.modelparallel.pipeline.remote_tensor import (
     Home,
@@ -71,6 +71,8 @@ _READS = _PARAMETER, _BUFFER, _EARLIER_BUFFER, _SAME_BUFFER
 # Calls with activation checkpointing: of a module, whose arguments are ((args, kwargs), preserve
 # the state of random generators?); of some layers of an nn.Sequential, see `Modules.call_layers`.
 _RECOMPUTED, _LAYERS = "recomputed", "layers"
+# Calls for which forward hooks run.
+_HOOKED = "", _RECOMPUTED
 # `difference` names at most so many modules of each side.
 _NAMED = 5
 # If the structure of a call's result has changed this often, callers always wait for the result
@@ -216,7 +218,7 @@ class Modules:
         by_id = {id(module): name for name, module in reversed(list(root.named_modules()))}
         self.names = [by_id[id(module)] or "model" for module in self.by_number]
         self._numbers = {id(module): number for number, module in enumerate(self.by_number)}
-        self.hooks = ForwardHooks(self.by_number, self.number_of)
+        self.hooks = ForwardHooks(self._rank, self.by_number, self.number_of)
         self._draws = [may_draw(module) for module in self.by_number]
         self.owners: list[int | None] = [0] * len(self.by_number)
         # By (module, method, structure of the arguments, train or eval, gradients on?): first calls
@@ -553,7 +555,7 @@ class Modules:
         if not waits:
             assert call is not None
             value = collector.add(owner, call, tensors, objects, seed)
-            return self._taken(frame, owner, number, method, args, kwargs, value)
+            return self._taken(frame, owner, number, method, args, kwargs, value, watched)
         call = self._without_structure.setdefault(
             key, KnownCall(number, method, structure, None, watched)
         )
@@ -569,7 +571,7 @@ class Modules:
             self._awaited.add(number)  # so that no replica has to tell the others again
         known = self.forwarding and predictable(found) and self._learned.get(key, found) == found
         self._learned[key] = found if known else None
-        return self._taken(frame, owner, number, method, args, kwargs, value)
+        return self._taken(frame, owner, number, method, args, kwargs, value, watched)
 
     def find(self, kind: str, number: int, arguments: Arguments | None = None) -> Any:
         """Returns what a name in a message stands for here; see objects.py.
@@ -590,6 +592,7 @@ class Modules:
         args: Any,
         kwargs: Any,
         value: Any,
+        watched: Watched,
     ) -> Any:
         """Returns the result of a call on another rank; runs the hooks of this rank for it."""
         records: Sequence[Record] = ()
@@ -598,17 +601,15 @@ class Modules:
         recorder = frame.recorder
         if method == _RECOMPUTED:
             (args, kwargs), _ = args
-        hooked = method in ("", _RECOMPUTED) and (
-            self.by_number[number]._forward_hooks or recorder is not None
-        )
-        if hooked:
+        # The owner has recorded this call, too, if hooks of the caller's caller want it.
+        recorded = recorder is not None and any(number == one for one, *_ in watched)
+        if self.by_number[number]._forward_hooks and method in _HOOKED and not recorded:
             records = (*records, Record(str(number), owner, args, kwargs, value))
         for record in records:
             module = int(record.module)
             if recorder is not None and recorder.wants(module):
                 recorder.add(module, record)
-            if record.ran != self._rank:
-                self.hooks.run(frame, module, self.names[module], *record[2:])
+            self.hooks.run(frame, self.names[module], record)
         return value
 
     def _own_value(self, number: int, method: str) -> torch.Tensor | None:
@@ -671,6 +672,12 @@ class Modules:
             return self._surrounded(number, functools.partial(self._own_value, number, method))
         preserve = self.recomputed.get(number) if not method else None
         function = functools.partial(_original_call, module)
+        frame = self._frame()
+        recorder = frame.recorder if frame is not None else None
+        if recorder is not None and not (recorder.wants(number) and method in _HOOKED):
+            recorder = None
+        if recorder is not None and recorder.runs_later(number, self._rank):
+            function = functools.partial(self._without_hooks, number)
         if method == _RECOMPUTED:
             (args, kwargs), preserve = args
         elif method:
@@ -682,11 +689,12 @@ class Modules:
         else:
             region = self._region_of(number)
             result = region.call(surrounded, args, kwargs, preserve, self._keeper())
-        frame = self._frame()
-        recorder = frame.recorder if frame is not None else None
-        if recorder is not None and recorder.wants(number) and method in ("", _RECOMPUTED):
+        if recorder is not None:
             recorder.add(number, Record(str(number), self._rank, args, kwargs, result))
         return result
+
+    def _without_hooks(self, number: int, /, *args: Any, **kwargs: Any) -> Any:
+        return self.hooks.call_without(self.by_number[number], number, args, kwargs)
 
     def _region_of(self, number: int) -> Region:
         region = self._regions.get((number, 0, 0))

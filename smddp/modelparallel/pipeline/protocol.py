@@ -43,7 +43,7 @@ __all__ = [
 SOURCE, SINK = -1, -2
 
 # Modules whose calls are recorded; see `Call.watched`.
-Watched = tuple[tuple[int, bool], ...]
+Watched = tuple[tuple[int, bool, tuple[int, ...]], ...]
 
 # Names a tensor in a call graph: (number of the call, number of the tensor in its result). For the
 # caller's tensors: (-1, number of the tensor among the caller's inputs).
@@ -233,7 +233,9 @@ class Call(NamedTuple):
         returns: the structure that the caller expects of the result; None if the caller waits for
             the result.
         watched: the modules inside this one whose calls the owner records for hooks of the caller:
-            their numbers; do hooks want named arguments?
+            their numbers; whether hooks want named arguments; the ranks where hooks run for the
+            record. They may be those of the caller's caller. The called module is among them if its
+            call is for such a caller.
     """
 
     module: int
