@@ -79,7 +79,8 @@ SIZES: dict[int, str] = {
     32: """hidden_size d_model n_embd dim embed_dim embedding_size embedding_dim emb_dim
         word_embed_proj_dim projection_dim hidden_dim decoder_hidden_size conv_dim d_embed
         encoder_hidden_size mamba_d_head text_embed_dim output_hidden_size out_hidden_size
-        vision_hidden_size width image_size rnn_hidden_size attention_hidden_size lru_width d_inner""",
+        vision_hidden_size width image_size rnn_hidden_size
+        attention_hidden_size lru_width d_inner""",
     64: """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner ffn_hidden_size
         feed_forward_size dim_feedforward encoder_intermediate_size intermediate_dim d_inner_mlp
         max_position_embeddings n_positions max_source_positions_text n_ctx expert_ffn_dim
@@ -89,7 +90,7 @@ SIZES: dict[int, str] = {
     8: """head_dim d_kv attention_head_size qk_nope_head_dim v_head_dim linear_key_head_dim
         linear_value_head_dim global_head_dim d_head""",
     4: """num_attention_heads n_head encoder_attention_heads decoder_attention_heads num_heads
-        n_heads num_experts num_local_experts n_routed_experts moe_num_experts num_mel_bins_small patch_size
+        n_heads num_experts num_local_experts n_routed_experts moe_num_experts patch_size
         qk_rope_head_dim attention_heads mamba_n_heads linear_num_value_heads""",
     2: """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers
         num_decoder_layers num_encoder_layers num_key_value_heads num_experts_per_tok moe_topk

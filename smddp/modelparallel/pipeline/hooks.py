@@ -40,7 +40,7 @@ class Recorder:
         Args:
             watched: the modules.
         """
-        self._watched = {number: rest for number, *rest in watched}
+        self._watched = {number: (named, ranks) for number, named, ranks in watched}
         self.records: list[Record] = []
 
     def wants(self, number: int) -> bool:
@@ -152,13 +152,13 @@ class ForwardHooks:
         """
         if module._backward_hooks or module._backward_pre_hooks:
             raise SMPUsageError(
-                f"a {type(module).__name__} has hooks of both the forward and the backward pass, and "
+                f"a {type(module).__name__} has hooks of the forward and of the backward pass, and "
                 "is called by a module of another rank, which this rank has called: give it hooks "
                 "of one kind, or let smp.set_partition put both modules on one rank"
             )
         for handle, hook in list(module._forward_pre_hooks.items()):
             if handle in module._forward_pre_hooks_with_kwargs:
-                changed: Any = hook(module, args, kwargs)  # type: ignore[call-arg]
+                changed: Any = hook(module, args, kwargs)
                 args, kwargs = (args, kwargs) if changed is None else changed
             else:
                 changed = hook(module, args)

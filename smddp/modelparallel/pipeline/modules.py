@@ -564,7 +564,7 @@ class Modules:
         collector.add(owner, call, tensors, objects, seed)
         found, tensors, objects = collector.result_of_last()
         find = functools.partial(self.find, arguments=arguments)
-        value = rebuild_reply(found, tensors, objects, find)
+        value = rebuild_reply(owner, found, tensors, objects, find)
         if type(value) is Reply:
             arguments.take(value, force)
         if self.waits is not None and not predictable(found):

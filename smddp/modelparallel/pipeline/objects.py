@@ -28,6 +28,7 @@ from smddp.modelparallel.common.buffers import version_of
 from smddp.modelparallel.common.structure import Structure, flatten, rebuild
 from smddp.modelparallel.pipeline.protocol import raise_if_unpicklable
 from smddp_smp.errors import SMPUsageError
+from smddp_smp.failure import summary
 
 __all__ = [
     "Arguments",
@@ -239,21 +240,31 @@ def packed(
 
 
 def opened(
-    structure: Structure, tensors: list[Any], objects: list[Any], find: Finder
+    sender: int, structure: Structure, tensors: list[Any], objects: list[Any], find: Finder
 ) -> tuple[Structure, list[Any], list[Any]]:
     """Reverses `packed`: returns structure, tensors and objects of the value.
 
     Args:
+        sender: rank of the pipeline.
         structure: of what was sent.
         tensors: that were sent.
         objects: that were sent.
         find: returns what a name stands for at this end.
+
+    Raises:
+        SMPUsageError: an object cannot be unpickled.
     """
     if structure[0] != "p":
         return structure, tensors, objects
     inner, count = structure[1:]
     first = len(tensors) - count
-    loaded = _Unpacker(io.BytesIO(objects[0]), tensors[first:], find).load()
+    try:
+        loaded = _Unpacker(io.BytesIO(objects[0]), tensors[first:], find).load()
+    except BaseException as error:  # of an object of the script; signals raise elsewhere
+        raise SMPUsageError(
+            f"an object that rank {sender} of the pipeline has sent cannot be unpickled: "
+            f"{summary(error)}"
+        ) from None
     return inner, tensors[:first], loaded
 
 
@@ -340,14 +351,15 @@ def flatten_reply(
 
 
 def rebuild_reply(
-    structure: Structure, tensors: list[Any], objects: list[Any], find: Finder
+    sender: int, structure: Structure, tensors: list[Any], objects: list[Any], find: Finder
 ) -> Any:
     """Returns what has come back: a `Reply`, or only a result.
 
     Args:
+        sender: rank of the pipeline.
         structure: of what was sent.
         tensors: that were sent.
         objects: that were sent.
         find: returns what a name stands for at this end.
     """
-    return rebuild(*opened(structure, tensors, objects, find))
+    return rebuild(*opened(sender, structure, tensors, objects, find))

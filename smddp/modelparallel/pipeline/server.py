@@ -375,7 +375,9 @@ class Server:
             call = graph.calls[index]
             arguments = [values[tensor_id] for tensor_id in call.tensors]
             objects = [run.objects[number] for number in call.objects]
-            _, parts, objects = opened(call.structure, arguments, objects, modules.find)
+            caller = run.origin.caller_rank
+            sent = opened(caller, call.structure, arguments, objects, modules.find)
+            _, parts, objects = sent
             args, kwargs = graph.builders[index](parts, objects)
             frame.name = name = modules.names[call.module]
             before = Arguments(f"module {name!r}", args, kwargs, arguments, graph.changeable[index])
