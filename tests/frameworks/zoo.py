@@ -13,6 +13,8 @@ failed   another error, which one process does not raise
 wrong    other numbers
 hung     no result in time
 -        the model has no such thing, or does not run in one process either; "alone" says why
+
+A model that draws random numbers in training runs in eval mode, because a step draws others.
 """
 
 from __future__ import annotations
@@ -293,13 +295,14 @@ def check_generate(model: Any, alone: Any, kwargs: dict[str, Any]) -> str:
         name: one for name, one in kwargs.items() if name not in ("labels", "decoder_input_ids")
     }
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "use_cache": True}
+    training = alone.training
     alone.eval()
     try:
         wanted = alone.generate(**given, **options)
     except Exception as error:
         return f"- alone: {short(error)}"
     finally:
-        alone.train()
+        alone.train(training)
     if not isinstance(wanted, torch.Tensor):
         return "- alone: no tensor of tokens"
 
@@ -312,7 +315,7 @@ def check_generate(model: Any, alone: Any, kwargs: dict[str, Any]) -> str:
         with torch.no_grad():
             found = step(model, given).concat()
     finally:
-        model.train()
+        model.train(training)
     if found.shape != wanted.shape or not torch.equal(found, wanted):
         return f"wrong: {found.tolist()[0]}, not {wanted.tolist()[0]}"
     return "equal"
@@ -330,7 +333,11 @@ def run(kind: str, say: Callable[[str, str], None]) -> None:
         net = make(kind)
         alone = copy.deepcopy(net)
         kwargs = inputs(net)
-        loss_of(copy.deepcopy(net), kwargs, False)
+        if _draws(net, kwargs):
+            net.eval()
+            alone.eval()
+            if _draws(net, kwargs):
+                raise ValueError("it draws random numbers, also in eval mode")
     except Exception as error:
         for check in CHECKS:
             say(check, f"- alone: {short(error)}")
@@ -363,6 +370,15 @@ def run(kind: str, say: Callable[[str, str], None]) -> None:
             say(check, f"refused: {short(error)}")
         except Exception as error:
             say(check, f"failed: {short(error)}")
+
+
+def _draws(net: Any, kwargs: dict[str, Any]) -> bool:
+    """Says whether a model's result depends on random numbers, which are others in a step."""
+    results = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        results.append(float(loss_of(copy.deepcopy(net), kwargs, False)[0]))
+    return results[0] != results[1]
 
 
 def job(kind: str, seconds: float) -> dict[str, str]:

@@ -127,8 +127,11 @@ class _Like:
             self._emptied.data = {}
         elif isinstance(self._emptied, dict):
             attributes = getattr(self._emptied, "__dict__", {})
+            # Fields of a dataclass stay: an output whose item is None has only the attribute.
+            fields = _fields(self._emptied) if dataclasses.is_dataclass(self._emptied) else ()
             for key in self._emptied:
-                attributes.pop(key, None)
+                if key not in fields:
+                    attributes.pop(key, None)
             # Not the method of the class, because some classes forbid removing items.
             ordered = isinstance(self._emptied, collections.OrderedDict)
             (collections.OrderedDict if ordered else dict).clear(self._emptied)
