@@ -14,6 +14,8 @@ A structure is a tuple that begins with a letter:
     ("n", class, children)                  named tuple, or one of torch's, as `max(dim=0)` returns
     ("d", class, keys, children)            dict, UserDict
     ("a", class, names, children)           dataclass
+    ("p", structure, count)                 a value whose objects are pickled, see `packed` in
+                                            objects.py; only between ranks, never inside another
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ __all__ = [
     "constants",
     "flatten",
     "map_tensors",
+    "may_be_changed",
     "rebuild",
     "replace_tensors",
     "tensors_in",
@@ -124,8 +127,11 @@ class _Like:
             self._emptied.data = {}
         elif isinstance(self._emptied, dict):
             attributes = getattr(self._emptied, "__dict__", {})
+            # Fields of a dataclass stay: an output whose item is None has only the attribute.
+            fields = _fields(self._emptied) if dataclasses.is_dataclass(self._emptied) else ()
             for key in self._emptied:
-                attributes.pop(key, None)
+                if key not in fields:
+                    attributes.pop(key, None)
             # Not the method of the class, because some classes forbid removing items.
             ordered = isinstance(self._emptied, collections.OrderedDict)
             (collections.OrderedDict if ordered else dict).clear(self._emptied)
@@ -221,7 +227,7 @@ def unpicklable(structure: Structure, objects: Any) -> tuple[str, Any, Exception
         except Exception as error:
             return "", objects[structure[1]], error
         return None
-    if structure[0] in "tc":
+    if structure[0] in "tcp":
         return None
     for position, child in enumerate(structure[-1]):
         found = unpicklable(child, objects)
@@ -234,6 +240,24 @@ def unpicklable(structure: Structure, objects: Any) -> tuple[str, Any, Exception
                 step = f"[{position}]"
             return (step + found[0], *found[1:])
     return None
+
+
+def may_be_changed(structure: Structure) -> bool:
+    """Says whether the arguments of a call have anything that code may change, besides tensors.
+
+    Args:
+        structure: of (args, kwargs).
+    """
+    if structure[0] == "p":
+        return True
+    positional, named = structure[1]
+    # The dict of named arguments is not that of the code.
+    return _has_container(positional) or any(map(_has_container, named[-1]))
+
+
+def _has_container(structure: Structure) -> bool:
+    letter = structure[0]
+    return letter in "lsda" or (letter not in "tco" and any(map(_has_container, structure[-1])))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ gradients, and its buffers and the random generators are restored.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 import logging
@@ -22,14 +23,14 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from smddp.modelparallel.activations.object_values import ObjectValues
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.buffers import Buffers
-from smddp.modelparallel.common.random_state import RandomState
+from smddp.modelparallel.common.random_state import PythonRandomState, RandomState
 from smddp.modelparallel.common.structure import flatten, map_tensors, tensors_in
 from smddp.modelparallel.delayed.life import is_delayed
 from smddp.modelparallel.delayed.recorder import copies_made_by
 from smddp.modelparallel.job.state import state
+from smddp.modelparallel.partition.user_state import UserState
 from smddp.modelparallel.pipeline.modules import forget_owner
 from smddp.modelparallel.tensor.module import is_divided
 
@@ -95,16 +96,17 @@ def trace_model(root: nn.Module, args: Any, kwargs: Any, times: bool) -> Trace:
             divided over tensor-parallel ranks.
     """
     state.tracing = True
-    before = RandomState()
+    before, python = RandomState(), PythonRandomState()
     objects: list[Any] = []
     flatten((args, kwargs), [], objects)
-    # The model may put something into an object that it gets, such as a cache.
-    objects_before = ObjectValues("the trace", objects)
+    # The model, or a hook, may put something into an object, such as a cache, and count calls.
+    user_state = UserState(root, objects)
     try:
-        return _trace(root, args, kwargs, times)
+        return contextvars.copy_context().run(_trace, root, args, kwargs, times)
     finally:
-        objects_before.restore()
+        user_state.restore()
         before.restore()
+        python.restore()
         state.tracing = False
 
 

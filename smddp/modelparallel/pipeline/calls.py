@@ -505,7 +505,7 @@ class CallerSide:
         sent = self.send(frame)
         first = len(sent.inputs) - len(numbers)
         sent.inputs[first:] = [inputs[number] for number in numbers]
-        _, (of_inputs, asked) = collector.result_of_last()
+        of_inputs, asked = rebuild(*collector.result_of_last())
         running = passes.asked()
         for name, found in zip(this.asked, asked, strict=True):
             running.add(name, found)  # type: ignore[union-attr]
@@ -535,14 +535,13 @@ class _CallerCollector(Collector):
         self.inputs = []
         return values
 
-    def result_of_last(self) -> tuple[Any, Any]:
-        """Fetches; returns structure and value of the last call, whose structure was unknown."""
+    def result_of_last(self) -> tuple[Any, list[Any], list[Any]]:
+        """Fetches; returns what the last call has returned, whose structure was unknown."""
         call = len(self.seeds) - 1
         values = self.fetch()
         assert self.sent is not None
         structure, objects, count = self.sent.returned[call]
-        tensors = [values[call, index] for index in range(count)]
-        return structure, rebuild(structure, tensors, objects)
+        return structure, [values[call, index] for index in range(count)], objects
 
 
 class _Remote(torch.autograd.Function):

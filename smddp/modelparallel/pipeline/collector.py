@@ -11,6 +11,7 @@ import torch
 from smddp.modelparallel.common.buffers import version_of
 from smddp.modelparallel.common.structure import Structure, builder, constants
 from smddp.modelparallel.pipeline.lazy import Lazy
+from smddp.modelparallel.pipeline.objects import Reply
 from smddp.modelparallel.pipeline.protocol import (
     SINK,
     SOURCE,
@@ -20,6 +21,7 @@ from smddp.modelparallel.pipeline.protocol import (
     Graph,
     Segment,
     TensorId,
+    Watched,
 )
 
 __all__ = ["Collector", "KnownCall", "count_tensors", "predictable"]
@@ -33,20 +35,26 @@ class KnownCall:
     this rank has met the call before; `returns` says whether its result's structure is known.
 
     Attributes:
-        module, method, structure, returns: see `Call`.
+        module, method, structure, returns, watched: see `Call`.
         count: how many tensors the result has; 0 if its structure is not known.
         build: makes the result from its tensors; None if its structure is not known.
     """
 
-    __slots__ = ("build", "count", "method", "module", "returns", "structure")
+    __slots__ = ("build", "count", "method", "module", "returns", "structure", "watched")
 
     def __init__(
-        self, module: int, method: str, structure: Structure, returns: Structure | None
+        self,
+        module: int,
+        method: str,
+        structure: Structure,
+        returns: Structure | None,
+        watched: Watched,
     ) -> None:
         self.module = module
         self.method = method
         self.structure = structure
         self.returns = returns
+        self.watched = watched
         self.count = count_tensors(returns) if returns is not None else 0
         self.build = builder(returns) if returns is not None else None
 
@@ -80,8 +88,8 @@ class Collector:
         """Sends the graph, waits for its values, and gives them to the lazy tensors in use."""
         raise NotImplementedError
 
-    def result_of_last(self) -> tuple[Structure, Any]:
-        """Calls `fetch`; returns structure and value of the last call's result.
+    def result_of_last(self) -> tuple[Structure, list[Any], list[Any]]:
+        """Calls `fetch`; returns structure, tensors and objects of the last call's result.
 
         The structure of that result was not known before.
         """
@@ -162,7 +170,15 @@ class Collector:
             alive: the lazy tensors whose values come back to the caller; see `lazies_in_use`.
         """
         calls = [
-            Call(known.module, known.method, known.structure, ids, numbers, known.returns)
+            Call(
+                module=known.module,
+                method=known.method,
+                structure=known.structure,
+                tensors=ids,
+                objects=numbers,
+                returns=known.returns,
+                watched=known.watched,
+            )
             for known, ids, numbers in self._calls
         ]
         segments, of_call = self._segments()
@@ -214,12 +230,25 @@ def count_tensors(structure: Structure) -> int:
         return 1
     if structure[0] in "co":
         return 0
+    if structure[0] == "p":
+        return int(structure[2]) + count_tensors(structure[1])
     return sum(count_tensors(child) for child in structure[-1])
 
 
 def predictable(structure: Structure) -> bool:
     """Says whether a caller may expect this structure of the next result of the same call.
 
-    It may if the structure holds tensors and None only: other values may differ each time.
+    It may if the structure holds tensors and None only: other values may differ each time. It may
+    not if the call has changed its arguments. Records for hooks hold other constants, too.
     """
+    if structure[0] == "p":
+        return False
+    if structure[:2] == ("n", Reply):
+        result, objects, tensors, records = structure[2]
+        nothing = ("c", None, type(None))
+        return (
+            objects == nothing == tensors
+            and predictable(result)
+            and not any(isinstance(one, tuple) for one in constants(records))
+        )
     return count_tensors(structure) > 0 and all(value is None for value in constants(structure))

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.common import device
 from smddp.modelparallel.common.engine import forget_failed_pass
@@ -230,7 +229,7 @@ class Executor:
         if self.modules.outlook is not None:
             self.modules.outlook.begin_step(schedule)
         self.modules.default_device = torch.get_default_device()
-        self.modules.next_handle = RemovableHandle.next_id
+        self.modules.hooks.begin_step()
         self._steps += 1
         self.timeline.begin()
         # This ends the abort of a failed step. It is done here and not at the end of that step,
@@ -442,6 +441,7 @@ class Executor:
             self._held.clear()
             self.caller.clear()
             self.server.clear()
+            self.modules.hooks.end_step()
 
     def wait(self, ticket: Ticket, frame: Frame, forward: bool, yields: bool = False) -> None:
         """Lets other tasks run until a ticket is done.

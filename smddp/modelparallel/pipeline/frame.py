@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from smddp.modelparallel.pipeline.collector import Collector
+from smddp.modelparallel.pipeline.hooks import Recorder
 
 __all__ = ["Frame"]
 
@@ -23,6 +24,9 @@ class Frame:
         grad: were gradients enabled when it began?
         open: the call graph that has not been sent yet; None if there is none.
         sent: the numbers (`Origin.sending`) of the call graphs that it has sent.
+        recorder: records calls of modules for hooks of the rank whose call is served; None if that
+            has none.
+        replays: does a hook run here now for a module that has run on another rank?
         moment: an object that is replaced by a new one with each call of a module on another rank.
             Code that has kept it can tell whether there was such a call since.
     """
@@ -37,6 +41,8 @@ class Frame:
         "open",
         "order",
         "path",
+        "recorder",
+        "replays",
         "sent",
     )
 
@@ -59,4 +65,6 @@ class Frame:
         self.grad = grad
         self.open: Collector | None = None
         self.sent: list[int] = []
+        self.recorder: Recorder | None = None
+        self.replays = False
         self.moment = object()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import enum
 import functools
 import warnings
 import weakref
@@ -23,14 +22,28 @@ from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.activations.offload import Offloader
 from smddp.modelparallel.activations.region import Keeper, Region, layer_arguments, runs_again
-from smddp.modelparallel.common.structure import Structure, flatten, replace_tensors
+from smddp.modelparallel.common.structure import (
+    Structure,
+    flatten,
+    may_be_changed,
+    replace_tensors,
+)
 from smddp.modelparallel.pipeline.calls import CallerSide, refuse_transforms
 from smddp.modelparallel.pipeline.collector import KnownCall, predictable
 from smddp.modelparallel.pipeline.frame import Frame
+from smddp.modelparallel.pipeline.hooks import ForwardHooks, OwnersHookError
 from smddp.modelparallel.pipeline.lazy import Lazy, force, patch_function_apply
+from smddp.modelparallel.pipeline.objects import (
+    Arguments,
+    Record,
+    Reply,
+    is_immutable,
+    packed,
+    rebuild_reply,
+)
 from smddp.modelparallel.pipeline.outlook import Outlook, key_of
 from smddp.modelparallel.pipeline.passes import patch_engine
-from smddp.modelparallel.pipeline.protocol import Call
+from smddp.modelparallel.pipeline.protocol import Call, Watched, raise_if_unpicklable
 from smddp.modelparallel.pipeline.randomness import draw_seed, may_draw, seed_all, seeded
 from smddp.modelparallel.pipeline.remote_tensor import (
     Home,
@@ -63,10 +76,10 @@ _READS = _PARAMETER, _BUFFER, _EARLIER_BUFFER, _SAME_BUFFER
 # Calls with activation checkpointing: of a module, whose arguments are ((args, kwargs), preserve
 # the state of random generators?); of some layers of an nn.Sequential, see `Modules.call_layers`.
 _RECOMPUTED, _LAYERS = "recomputed", "layers"
+# Calls for which forward hooks run.
+_HOOKED = "", _RECOMPUTED
 # `difference` names at most so many modules of each side.
 _NAMED = 5
-# Arguments of these types do not change. Other objects may, before the call is sent.
-_IMMUTABLE = (int, float, complex, str, bytes, range, slice, frozenset, type, enum.Enum)
 # If the structure of a call's result has changed this often, callers always wait for the result
 # from then on, because each change means that a step runs twice.
 _MAX_CHANGES = 2
@@ -175,7 +188,7 @@ class Modules:
         outlook: which of them are needed soon; None with one partition.
         calls_recomputed: has code asked for activation checkpointing of a single call?
         calling: does the script call the model outside steps now?
-        next_handle: the number of the first handle of a hook that code of this step gets.
+        hooks: the forward hooks of the modules.
         default_device: where tasks make tensors if they do not say where; that of the script.
         settled: has the last step found nothing that makes calls of this rank wait, or not wait,
             from now on?
@@ -211,7 +224,6 @@ class Modules:
         self.outlook: Outlook | None = None
         self.calls_recomputed = False
         self.calling = False
-        self.next_handle = RemovableHandle.next_id
         self.default_device = torch.device("cpu")
         # By number of the module, and the first and last layer: see `Region`.
         self._regions: dict[tuple[int, int, int], Region] = {}
@@ -222,6 +234,7 @@ class Modules:
         self._by_name = {name: number for number, name in enumerate(self.names)}
         self._by_name[""] = 0
         self._parameter_names: dict[int, str] = {}  # by id
+        self.hooks = ForwardHooks(self._rank, self.by_number, self.number_of)
         self._draws = [may_draw(module) for module in self.by_number]
         self.owners: list[int | None] = [0] * len(self.by_number)
         self.divided = False
@@ -292,7 +305,7 @@ class Modules:
             if before is not None and before.returns != returns:
                 self._changes[key] += 1
             if returns is not None and self._changes[key] < _MAX_CHANGES:
-                self._with_structure[key] = KnownCall(key[0], key[1], key[2], returns)
+                self._with_structure[key] = KnownCall(key[0], key[1], key[2], returns, key[5])
         self._learned.clear()
 
     def begin_step(self, looks: bool) -> None:
@@ -565,14 +578,16 @@ class Modules:
     def _check_hooks(self, number: int) -> None:
         """Raises if code of this step has given hooks to a module that runs on another rank.
 
+        Forward hooks run on this rank, too.
+
         Raises:
             SMPUsageError: it has, also to a module inside that one.
         """
-        if RemovableHandle.next_id == self.next_handle:
+        if RemovableHandle.next_id == self.hooks.next_handle:
             return
         for part in self.by_number[number].modules():
-            for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks):
-                if any(handle >= self.next_handle for handle in hooks):
+            for hooks in (part._forward_pre_hooks, part._backward_hooks):
+                if any(handle >= self.hooks.next_handle for handle in hooks):
                     name = self.names[self._numbers.get(id(part), number)]
                     raise SMPUsageError(
                         f"a hook was given in this step to module {name!r}, "
@@ -659,9 +674,22 @@ class Modules:
         if not reads:
             self.check_training((number,))
             self._check_hooks(number)
+            if frame.replays:
+                raise OwnersHookError
+        watched = () if reads else self.hooks.watched(number, frame.recorder)
         tensors: list[torch.Tensor] = []
         objects: list[Any] = []
         structure = _flatten_arguments(args, kwargs, tensors, objects)
+        # Code may change an object, or an inference tensor, after a call without smp's noticing.
+        # Other tensors count their changes; see `version_of`.
+        may_change = number in self._awaited or not all(map(is_immutable, objects))
+        try:
+            structure, objects = packed(structure, tensors, objects, self.number_of)
+        except Exception:
+            who = f"module {self.names[number]!r} gets"
+            raise_if_unpicklable(who, structure, objects, named=True)
+            raise
+        originals = list(tensors)
         for position, tensor in enumerate(tensors):
             if type(tensor) is not torch.Tensor and type(tensor) is not Lazy:
                 tensors[position] = values_of(tensor)
@@ -676,8 +704,10 @@ class Modules:
         if seed is None and self._draws[number] and not reads:
             seed = draw_seed()
         grad = collector.ambient.grad
-        key = (number, method, structure, self.by_number[number].training, grad)
-        may_change = number in self._awaited or _may_change(tensors, objects)
+        key = (number, method, structure, self.by_number[number].training, grad, watched)
+        may_change = may_change or any(
+            tensor.is_inference() for tensor in tensors if type(tensor) is not Lazy
+        )
         call = (
             self._with_structure.get(key) if self.predicts_structures and not may_change else None
         )
@@ -691,14 +721,62 @@ class Modules:
             self.waits.called(self._baton.task.number, waits, new)  # type: ignore[union-attr,arg-type]
         if not waits:
             assert call is not None
-            return collector.add(owner, call, tensors, objects, seed)
-        call = self._without_structure.setdefault(key, KnownCall(number, method, structure, None))
+            value = collector.add(owner, call, tensors, objects, seed)
+            return self._taken(frame, owner, number, method, args, kwargs, value, watched)
+        call = self._without_structure.setdefault(
+            key, KnownCall(number, method, structure, None, watched)
+        )
+        who = f"module {self.names[number]!r}"
+        arguments = Arguments(who, args, kwargs, originals, may_be_changed(structure))
         collector.add(owner, call, tensors, objects, seed)
-        found, value = collector.result_of_last()
+        found, tensors, objects = collector.result_of_last()
+        find = functools.partial(self.find, arguments=arguments)
+        value = rebuild_reply(owner, found, tensors, objects, find)
+        if type(value) is Reply:
+            arguments.take(value, force)
         if self.waits is not None and not predictable(found):
             self._awaited.add(number)  # so that no replica has to tell the others again
         known = self.forwarding and predictable(found) and self._learned.get(key, found) == found
         self._learned[key] = found if known else None
+        return self._taken(frame, owner, number, method, args, kwargs, value, watched)
+
+    def find(self, kind: str, number: int, arguments: Arguments | None = None) -> Any:
+        """Returns what a name in a message stands for here; see objects.py.
+
+        Args:
+            kind: "module", or what `Arguments.find` knows.
+            number: of the module, for instance.
+            arguments: of the call that the message answers.
+        """
+        return self.by_number[number] if arguments is None else arguments.find(kind, number)
+
+    def _taken(
+        self,
+        frame: Frame,
+        owner: int,
+        number: int,
+        method: str,
+        args: Any,
+        kwargs: Any,
+        value: Any,
+        watched: Watched,
+    ) -> Any:
+        """Returns the result of a call on another rank; runs the hooks of this rank for it."""
+        records: Sequence[Record] = ()
+        if type(value) is Reply:
+            value, records = value.result, value.records
+        recorder = frame.recorder
+        if method == _RECOMPUTED:
+            (args, kwargs), _ = args
+        # The owner has recorded this call, too, if hooks of the caller's caller want it.
+        recorded = recorder is not None and any(number == one for one, *_ in watched)
+        if self.by_number[number]._forward_hooks and method in _HOOKED and not recorded:
+            records = (*records, Record(str(number), owner, args, kwargs, value))
+        for record in records:
+            module = int(record.module)
+            if recorder is not None and recorder.wants(module):
+                recorder.add(module, record)
+            self.hooks.run(frame, self.names[module], record)
         return value
 
     def _own_value(self, number: int, method: str) -> torch.Tensor | None:
@@ -763,6 +841,12 @@ class Modules:
             return self._surrounded(number, functools.partial(self._own_value, number, method))
         preserve = self.recomputed.get(number) if not method else None
         function = functools.partial(_original_call, module)
+        frame = self._frame()
+        recorder = frame.recorder if frame is not None else None
+        if recorder is not None and not (recorder.wants(number) and method in _HOOKED):
+            recorder = None
+        if recorder is not None and recorder.runs_later(number, self._rank):
+            function = functools.partial(self._without_hooks, number)
         if method == _RECOMPUTED:
             (args, kwargs), preserve = args
         elif method:
@@ -770,12 +854,23 @@ class Modules:
         # Both runs of a module with activation checkpointing have the same surroundings.
         surrounded = functools.partial(self._surrounded, number, function)
         if preserve is None:
-            return surrounded(*args, **kwargs)
+            result = surrounded(*args, **kwargs)
+        else:
+            region = self._region_of(number)
+            result = region.call(surrounded, args, kwargs, preserve, self._keeper())
+        if recorder is not None:
+            recorder.add(number, Record(str(number), self._rank, args, kwargs, result))
+        return result
+
+    def _without_hooks(self, number: int, /, *args: Any, **kwargs: Any) -> Any:
+        return self.hooks.call_without(self.by_number[number], number, args, kwargs)
+
+    def _region_of(self, number: int) -> Region:
         region = self._regions.get((number, 0, 0))
         if region is None:
-            region = Region(f"module {self.names[number]!r}", [module])
+            region = Region(f"module {self.names[number]!r}", [self.by_number[number]])
             self._regions[number, 0, 0] = region
-        return region.call(surrounded, args, kwargs, preserve, self._keeper())
+        return region
 
     def _surrounded(
         self, number: int, function: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -1033,14 +1128,4 @@ def _may_hide_lazy(item: Any) -> bool:
     kind = type(item)
     return kind is Lazy or not (
         kind is torch.Tensor or item is None or kind in (bool, int, float, str)
-    )
-
-
-def _may_change(tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> bool:
-    """Says whether code may change an argument after a call without smp's noticing.
-
-    Other tensors count their changes; see `version_of`.
-    """
-    return any(not isinstance(item, _IMMUTABLE) for item in objects) or any(
-        tensor.is_inference() for tensor in tensors if type(tensor) is not Lazy
     )

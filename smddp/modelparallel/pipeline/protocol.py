@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from smddp.modelparallel.common import device
-from smddp.modelparallel.common.structure import Structure, builder, unpicklable
+from smddp.modelparallel.common.structure import Structure, builder, may_be_changed, unpicklable
 from smddp_smp.errors import SMPUsageError
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "Pass",
     "Segment",
     "TensorId",
+    "Watched",
     "ambient",
     "raise_if_unpicklable",
 ]
@@ -45,6 +46,9 @@ SOURCE, SINK = -1, -2
 # What a call has in place of a method if it makes the gradients of a segment, which has run, with
 # an autograd graph of their own; see `Differentiation`.
 DIFFERENTIATE = "differentiate"
+
+# Modules whose calls are recorded; see `Call.watched`.
+Watched = tuple[tuple[int, bool, tuple[int, ...]], ...]
 
 # Names a tensor in a call graph: (number of the call, number of the tensor in its result). For the
 # caller's tensors: (-1, number of the tensor among the caller's inputs).
@@ -262,6 +266,10 @@ class Call(NamedTuple):
         objects: the numbers of the objects of `structure` among those of the caller, in its order.
         returns: the structure that the caller expects of the result; None if the caller waits for
             the result.
+        watched: the modules inside this one whose calls the owner records for hooks of the caller:
+            their numbers; whether hooks want named arguments; the ranks where hooks run for the
+            record. They may be those of the caller's caller. The called module is among them if its
+            call is for such a caller.
     """
 
     module: int
@@ -270,6 +278,7 @@ class Call(NamedTuple):
     tensors: tuple[TensorId, ...]
     objects: tuple[int, ...]
     returns: Any
+    watched: Watched = ()
 
 
 class Segment(NamedTuple):
@@ -325,7 +334,13 @@ class Graph:
     @functools.cached_property
     def builders(self) -> list[Callable[..., Any]]:
         """For each call, a function that makes (args, kwargs) from tensors and objects."""
-        return [builder(call.structure) for call in self.calls]
+        structures = [call.structure for call in self.calls]
+        return [builder(one[1] if one[0] == "p" else one) for one in structures]
+
+    @functools.cached_property
+    def changeable(self) -> list[bool]:
+        """For each call, whether its arguments have anything that code may change."""
+        return [may_be_changed(call.structure) for call in self.calls]
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the fields only; the cached properties are not sent."""

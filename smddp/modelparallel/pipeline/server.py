@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from smddp.modelparallel.common.structure import flatten
 from smddp.modelparallel.pipeline.calls import CallerSide, leaf_like, run_backward
 from smddp.modelparallel.pipeline.frame import Frame
+from smddp.modelparallel.pipeline.hooks import Recorder
 from smddp.modelparallel.pipeline.lazy import force
 from smddp.modelparallel.pipeline.modules import Modules
+from smddp.modelparallel.pipeline.objects import Arguments, Reply, flatten_reply, opened
 from smddp.modelparallel.pipeline.protocol import (
     DIFFERENTIATE,
     SINK,
@@ -381,15 +382,29 @@ class Server:
             call = graph.calls[index]
             arguments = [values[tensor_id] for tensor_id in call.tensors]
             objects = [run.objects[number] for number in call.objects]
-            args, kwargs = graph.builders[index](arguments, objects)
-            frame.name = modules.names[call.module]
+            caller = run.origin.caller_rank
+            sent = opened(caller, call.structure, arguments, objects, modules.find)
+            _, parts, objects = sent
+            args, kwargs = graph.builders[index](parts, objects)
+            frame.name = name = modules.names[call.module]
+            before = Arguments(f"module {name!r}", args, kwargs, arguments, graph.changeable[index])
+            before.watch()
+            frame.recorder = recorder = Recorder(call.watched) if call.watched else None
             if call.method == DIFFERENTIATE:
                 result = self._differentiate(run, call, leaves, *args)
             else:
                 result = modules.run(call.module, call.method, run.seeds[index], args, kwargs)
+            frame.recorder = None
+            changed = {
+                number: arguments[number]
+                for number in before.changed_tensors()
+                if _is_seen(graph, run.number, index, call.tensors[number])
+            }
+            records = tuple(recorder.records) if recorder is not None else ()
+            reply = Reply(result, before.changes(), changed or None, records)
             tensors: list[torch.Tensor] = []
             found: list[Any] = []
-            structure = flatten(result, tensors, found)
+            structure, found = flatten_reply(reply, before, modules.number_of, tensors, found)
             if call.returns is None:
                 run.returned[index] = (structure, found, len(tensors))
             elif structure != call.returns:
@@ -503,6 +518,25 @@ class Server:
         if asked:
             header = (run.origin.caller_rank, run.origin.sending, run.number, SOURCE, tuple(this))
             self._services.send(run.origin.caller_rank, Kind.BACKWARD, header, asked)
+
+
+def _is_seen(graph: Graph, segment: int, index: int, tensor: TensorId) -> bool:
+    """Says whether a change of a tensor in place is to be seen outside the segment that makes it.
+
+    Not if the tensor was made in the segment: other code gets it as it is at the end of that. But
+    it must not do so if it was called before the change.
+
+    Args:
+        graph: the call graph.
+        segment: number of the segment.
+        index: number of the call that has changed the tensor.
+        tensor: which one.
+    """
+    own = graph.segments[segment].calls
+    return tensor[0] not in own or any(
+        tensor in call.tensors and number not in own
+        for number, call in enumerate(graph.calls[:index])
+    )
 
 
 def _unchanging(tensor: torch.Tensor) -> torch.Tensor:

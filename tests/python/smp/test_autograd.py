@@ -436,7 +436,7 @@ class Unpacks(nn.Module):
 
 
 def packed(partitions: int, way: str) -> Any:
-    """Returns the gradients of three steps; or, if the first one fails, why."""
+    """Returns the gradients of three steps."""
     smp.init(
         {
             "partitions": partitions,
@@ -457,26 +457,19 @@ def packed(partitions: int, way: str) -> Any:
     found = []
     for _ in range(3):
         model.zero_grad()
-        try:
-            step(model, torch.randn(4, WIDTH))
-        except SMPMicrobatchError as error:
-            return str(error)
+        step(model, torch.randn(4, WIDTH))
         found.append({name: p.grad for name, p in model.local_named_parameters()})
     return found
 
 
-@pytest.mark.parametrize("way", ["torch's argument", "torch's result", "not needed"])
+@pytest.mark.parametrize(
+    "way", ["torch's argument", "torch's result", "not needed", "argument", "result", "parameter"]
+)
 def test_gradients_of_tensors_inside_other_values(way: str) -> None:
     (alone,) = check_ranks(packed, "1", 1, way)
     one, two = check_ranks(packed, "2", 2, way)
     for step, expected in enumerate(alone):
         torch.testing.assert_close({**one[step], **two[step]}, expected)
-
-
-@pytest.mark.parametrize("way", ["argument", "result", "parameter"])
-def test_no_gradient_is_lost_inside_an_object(way: str) -> None:
-    for text in check_ranks(packed, "2", 2, way):
-        assert "SMPUsageError: a gradient reaches a tensor that came from another rank" in text
 
 
 class Adjoint(torch.autograd.Function):

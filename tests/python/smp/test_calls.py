@@ -38,8 +38,8 @@ def test_a_graph_that_did_not_leave_is_sent_in_the_next_step() -> None:
     services = Services()
     caller = CallerSide(services)
     tensor = torch.ones(1)
-    known = KnownCall(1, "", flatten(((tensor,), {}), [], []), ("t", 0))
-    other = KnownCall(2, "", flatten(((tensor,), {}), [], []), ("t", 0))
+    known = KnownCall(1, "", flatten(((tensor,), {}), [], []), ("t", 0), ())
+    other = KnownCall(2, "", flatten(((tensor,), {}), [], []), ("t", 0), ())
 
     def call(made: KnownCall) -> list[tuple[Kind, int]]:
         """Makes a call, in a step; returns what was sent, and which graph it was."""

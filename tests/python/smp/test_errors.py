@@ -196,7 +196,7 @@ def sending_what_cannot_be_read(kind: type[BaseException]) -> str:
 
     model = smp.DistributedModel(Whole())
     step(model, torch.ones(8, 4), "text")
-    with pytest.raises(SMPUsageError) as caught:
+    with pytest.raises(SMPMicrobatchError) as caught:
         step(model, torch.ones(8, 4), Unloadable(kind))
     step(model, torch.ones(8, 4), "text")
     return str(caught.value)

@@ -1,12 +1,15 @@
 """Models made at random, divided at random: the same losses and gradients as in one process.
 
 Each module's forward is a short random program over its children: calls, skips, results that are
-dropped or detached, checkpoints, control flow that depends on data, nested structures. The oracle
+dropped or detached, checkpoints, control flow that depends on data, nested structures. Others write
+to objects that they get, and have hooks that collect what they return. The oracle
 is one partition, which test_transparency.py compares with plain torch.
 """
 
 from __future__ import annotations
 
+import contextvars
+import dataclasses
 import functools
 import gc
 import os
@@ -190,9 +193,122 @@ class Node(nn.Module):
         return (self.run(part, old) + 0).mul_(0.9)  # in place
 
 
+class Box:
+    """What layers write to, in place of returning it."""
+
+    def __init__(self) -> None:
+        self.list: list[Any] = []
+        self.table: dict[str, Any] = {}
+        self.inner: Box | None = None
+        self.last: Any = None
+        self.calls = 0
+        self.running = torch.zeros(WIDTH)
+
+    def total(self) -> Tensor:
+        """Returns a number that depends on all that it holds."""
+        tensors = [*self.list, *self.table.values(), self.running]
+        found = sum(tensor.square().mean() for tensor in tensors) + torch.tensor(float(self.calls))
+        return found + self.inner.total() if self.inner is not None else found
+
+
+@dataclasses.dataclass
+class Notes:
+    """A dataclass for the same."""
+
+    sum: Tensor
+    seen: list[Tensor]
+
+
+collector: contextvars.ContextVar[list[Tensor] | None] = contextvars.ContextVar(
+    "collector", default=None
+)
+
+
+def collect(module: nn.Module, args: Any, result: Any) -> None:
+    """A forward hook, for a collector of the code that calls the model."""
+    found = collector.get()
+    if found is not None:
+        found.append(result.mean())
+
+
+class Writer(nn.Module):
+    """Writes to its arguments as a random program says, and calls others with them."""
+
+    WAYS = ("append", "entry", "attribute", "inner", "in place", "pop", "replace", "notes", "count")
+
+    def __init__(self, source: random.Random, depth: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.ways = source.choices(self.WAYS, k=source.randint(0, 3))
+        count = source.randint(1, 3) if depth > 0 else 0
+        self.parts = nn.ModuleList(Writer(source, depth - 1) for _ in range(count))
+        self.passes_inner = source.random() < 0.3
+        if source.random() < 0.4:
+            self.register_forward_hook(collect)
+
+    def forward(self, x: Tensor, box: Box, notes: Notes, more: list[Tensor]) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        for way in self.ways:
+            self.write(way, y, box, notes, more)
+        for part in self.parts:
+            target = box.inner if self.passes_inner and box.inner is not None else box
+            y = part(y, target, notes=notes, more=more) + y
+        return y
+
+    def write(self, way: str, y: Tensor, box: Box, notes: Notes, more: list[Tensor]) -> None:
+        if way == "append":
+            box.list.append(y)
+            more.append(y * 2)
+        elif way == "entry":
+            box.table[f"entry {len(box.table) % 3}"] = y + 1
+        elif way == "attribute":
+            box.last = y
+        elif way == "inner" and box.inner is None:
+            box.inner = Box()
+            box.inner.list = [y]
+        elif way == "in place":
+            with torch.no_grad():
+                box.running += y.sum(0)
+        elif way == "pop" and box.list:
+            notes.seen.append(box.list.pop() * 3)
+        elif way == "replace" and box.last is not None:
+            box.list = [box.last, *box.list[:1]]
+        elif way == "notes":
+            notes.sum = notes.sum + y.mean()
+        elif way == "count":
+            box.calls += 1
+
+
+class Collecting(nn.Module):
+    """Its result depends on all that layers have written, and hooks have collected."""
+
+    def __init__(self, source: random.Random) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Writer(source, 2) for _ in range(3))
+        self.hooks_in_step = source.random() < 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.hooks_in_step and not self.parts[0]._forward_hooks:
+            for part in self.parts:
+                part.register_forward_hook(collect)
+        box, notes, more = Box(), Notes(x.mean(), []), [x]
+        kept, found = box.list, list[Tensor]()
+        token = collector.set(found)
+        for part in self.parts:
+            x = part(x, box, notes, more)
+        collector.reset(token)
+        assert box.list is kept or any("replace" in getattr(m, "ways", ()) for m in self.modules())
+        written = box.total() + notes.sum + sum(one.mean() for one in (*notes.seen, *more))
+        return x + written + sum(found)
+
+
 def make(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    body = Node(random.Random(seed), 2, Node.OPERATIONS if seed < DERIVATIVES else Node.MORE)
+    source = random.Random(seed)
+    if seed >= COLLECTING:
+        body: nn.Module = Collecting(source)
+    else:
+        body = Node(source, 2, Node.OPERATIONS if seed < DERIVATIVES else Node.MORE)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), body, nn.Linear(WIDTH, 2))
 
 
@@ -259,6 +375,15 @@ def trained(seeds: list[int], layout: tuple[Any, ...], degree: int = 1) -> dict[
     return results
 
 
+# Seeds from here on are for models whose layers write to their arguments.
+COLLECTING = 1000
+WRITERS = list(range(COLLECTING, COLLECTING + 12))
+WRITING = [
+    (2, 4, 2, "interleaved", True, 0.0),
+    (3, 4, 3, "interleaved", False, 0.0),
+    (3, 4, 4, "simple", True, 0.0),
+]
+
 # In 34 a gradient is missing: a module has detached what another rank has made of a parameter.
 FEW = [3, 7, 34, 111]
 MANY = [*range(20, 32), *range(100, 112)]
@@ -278,10 +403,20 @@ DIVIDED = [
         (FEW, 1, LAYOUTS),
         pytest.param(rotating(MANY, 3), 1, LAYOUTS),
         pytest.param(MANY, 1, LAYOUTS, marks=pytest.mark.exhaustive),
+        pytest.param(rotating(WRITERS, 3), 1, WRITING[:2]),
+        pytest.param(WRITERS, 1, WRITING, marks=pytest.mark.exhaustive),
         (FEW, 2, DIVIDED[:1]),
         pytest.param([*FEW, *MANY], 2, DIVIDED, marks=pytest.mark.exhaustive),
     ],
-    ids=["few", "turn", "many", "few, tensor-parallel", "many, tensor-parallel"],
+    ids=[
+        "few",
+        "turn",
+        "many",
+        "writers",
+        "all writers",
+        "few, tensor-parallel",
+        "many, tensor-parallel",
+    ],
 )
 @pytest.mark.timeout(400)
 def test_random_models_divided_at_random(

@@ -354,21 +354,25 @@ def unseen() -> None:
         (lambda: second.requires_grad_(False), "requires_grad = False in a step would not"),
         (lambda: setattr(weight, "requires_grad", False), "requires_grad = False in a step would"),
         (lambda: weight.register_hook(print), r"register_hook\(\) in a step would not"),
-        (lambda: second.register_forward_hook(print), "hook was given in this step to module '1',"),
         (lambda: second[0].register_forward_pre_hook(print), "in this step to module '1.0', which"),
         (lambda: second[0].register_full_backward_hook(print), "in this step to module '1.0', wh"),
+        (
+            lambda: second[0].register_forward_hook(lambda *_: torch.ones(2, 2)),
+            "in a step to module '1.0', which runs on another rank of the pipeline, returns a val",
+        ),
     ]
     for change, text in changes:  # noqa: B007  the step uses it
         with pytest.raises(SMPMicrobatchError, match=text):
             train(model, torch.ones(2, 2))
+        for part in (second, second[0]):
+            for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks):
+                hooks.clear()
     harmless: list[Any] = [
         lambda: weight.requires_grad_(),
         lambda: first.weight.requires_grad_(False),
         lambda: first.register_forward_hook(lambda *_: None),
         lambda: torch.ones(1, requires_grad=True).register_hook(print),
     ]
-    for parts in (second._forward_hooks, second[0]._forward_pre_hooks, second[0]._backward_hooks):
-        parts.clear()
     for change in harmless:  # noqa: B007
         train(model, torch.ones(2, 2))
     # Between steps they are as in torch, on all ranks.
