@@ -494,7 +494,7 @@ class CallerSide:
         whole = lambda value: isinstance(value, Differentiation)  # noqa: E731
         structure = flatten(arguments, tensors, objects, whole)
         last, segment = graph.calls[-1], graph.segments[0]
-        known = KnownCall(last.module, DIFFERENTIATE, structure, None)
+        known = KnownCall(last.module, DIFFERENTIATE, structure, None, ())
         key = (last.module, structure, out.reach)
         known = self._differentiations.setdefault(key, known)
         frame: Frame = services.baton.task.frame  # type: ignore[union-attr]
