@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ class Services:
     rank = 0
     baton: Any = None
     timeline: Any = None
+    modules: Any = types.SimpleNamespace(reach=lambda calls: frozenset())
 
     def __init__(self) -> None:
         self.over = False

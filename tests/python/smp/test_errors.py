@@ -1119,8 +1119,9 @@ def test_an_error_of_the_script_is_no_missing_rank(backend: str) -> None:
 def test_a_call_that_fails_on_another_rank_names_no_missing_rank() -> None:
     failed, waited = check_ranks(fails_while_gathering, "2", (0,), "auto")
     assert failed == "RuntimeError: by the user"
-    assert waited.startswith(
-        "SMPPeerError: state_dict failed, though ranks 0-1 of the job have called it: "
+    assert (
+        waited
+        == "SMPPeerError: state_dict has failed on rank 0 of the job: RuntimeError: by the user"
     )
 
 
