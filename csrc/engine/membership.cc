@@ -61,10 +61,9 @@ Error Membership::failed(const std::string& what, const Error& cause) const {
   const std::string where =
       isPart() ? fmt::format("{} ({}/{} of the group)", jobRank(me()), me(), size())
                : fmt::format("{}/{}", me(), size());
-  return Error(cause.kind(),
-               fmt::format("smddp: {}{} failed on rank {}: {}", what,
-                           ofCallbacks ? " (called by a callback of a future)" : "", where,
-                           cause.what()));
+  return Error(cause.kind(), fmt::format("smddp: {}{} failed on rank {}: {}", what,
+                                         ofCallbacks ? " (called by a callback of a future)" : "",
+                                         where, cause.what()));
 }
 
 void Membership::requireSameCall(Rank rank, const transport::CallFingerprint& theirs,

@@ -69,7 +69,8 @@ at::Tensor sendable(const at::Tensor& tensor) {
   TORCH_CHECK_TYPE(
       !tensor.key_set().has(c10::DispatchKey::Python) && tensor.has_storage() &&
           (tensor.storage().data() != nullptr || tensor.nbytes() == 0 || !tensor.is_cpu()),
-      "smp cannot send a tensor without values between ranks, such as a fake tensor that code has kept "
+      "smp cannot send a tensor without values between ranks, such as a fake tensor that code has "
+      "kept "
       "from a run which shows shapes only, or a tensor of a class of its own that has no memory");
   const bool plain = tensor.is_cpu() && !tensor.is_conj() && !tensor.is_neg();
   if (plain && tensor.is_non_overlapping_and_dense()) return tensor;
