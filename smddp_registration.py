@@ -22,7 +22,9 @@ BACKEND_NAME = "smddp"
 
 
 def register_backend(create: Callable[[Any, Any], Any]) -> None:
-    """Registers "smddp" for CPU and CUDA tensors; does nothing if it is registered.
+    """Registers "smddp" for CPU tensors, and for those on GPUs where there are any.
+
+    It does nothing if the backend is registered.
 
     With SMDDP_INSTEAD_OF, groups of other backends become groups of this one, too.
 
@@ -33,7 +35,9 @@ def register_backend(create: Callable[[Any, Any], Any]) -> None:
 
     if not dist.is_available() or BACKEND_NAME.upper() in dist.Backend._plugins:
         return
-    dist.Backend.register_backend(BACKEND_NAME, create, extended_api=True, devices=["cpu", "cuda"])
+    # Code that asks for the devices of a group would choose cuda for its tensors.
+    devices = ["cpu", "cuda"] if _may_have_gpu() else ["cpu"]
+    dist.Backend.register_backend(BACKEND_NAME, create, extended_api=True, devices=devices)
     # Here, so that functions which the script registers run before it, and may still communicate.
     atexit.register(leave_groups)
     if "SMDDPRUN" in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -41,15 +45,41 @@ def register_backend(create: Callable[[Any, Any], Any]) -> None:
         # The programs that a rank starts inherit both. Their errors are not those of the rank.
         if os.environ.setdefault("SMDDPRUN_RANK", str(os.getpid())) == str(os.getpid()):
             _record_errors()
-    replaced = os.environ.get("SMDDP_INSTEAD_OF", "")
+    global _replaced
+    _replaced = replaced = os.environ.get("SMDDP_INSTEAD_OF", "")
     if is_bare_rank() or replaced:
         _change_init_process_group(dist, replaced)
     if replaced:
         _change_groups(dist, replaced)
 
 
+# SMDDP_INSTEAD_OF when torch was imported.
+_replaced = ""
+
+
+def _may_have_gpu() -> bool:
+    """Returns whether torch may find a GPU. To ask torch would load the driver's libraries.
+
+    A container without GPUs has none of the device files; a torch for CPUs is built without CUDA.
+    """
+    import torch
+
+    if torch.version.hip is not None:
+        return os.path.exists("/dev/kfd")
+    if torch.version.cuda is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    # /dev/dxg: in the Linux of Windows.
+    return any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu")))
+
+
 def leave_groups() -> None:
     """Leaves what groups this process has; when the interpreter ends, `import torch` sees to it."""
+    late = os.environ.get("SMDDP_INSTEAD_OF", "")
+    if late and late != _replaced and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(
+            f"smddp: SMDDP_INSTEAD_OF={late} was set after `import torch`, and had no effect: set "
+            "it before, for instance where the job is started\n"
+        )
     backend = sys.modules.get("smddp.backend")
     if backend is not None:
         backend.leave_at_exit()
@@ -98,17 +128,22 @@ def _change_init_process_group(dist: Any, replaced: str) -> None:
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        asked = None
         with contextlib.suppress(TypeError):  # of wrong arguments; torch says so itself
             bound = inspect.signature(original).bind(*args, **kwargs)
             given = bound.arguments
             backend = _replacement(dist, given.get("backend"), replaced)
             if backend is not None:
                 _announce(given.get("backend"), given.get("rank", -1))
+                asked = "undefined" if given.get("backend") is None else str(given["backend"])
                 given |= {"backend": backend, "pg_options": None}
                 args, kwargs = bound.args, bound.kwargs
             if names_smddp(given.get("backend")) and _reads_environment(given):
                 prepare_rendezvous(given.get("rank", -1), given.get("world_size", -1))
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if asked is not None:
+            _answer_as_asked(dist, dist.group.WORLD, asked)
+        return result
 
     for module in (dist, dist.distributed_c10d, dist.device_mesh):
         if getattr(module, "init_process_group", None) is original:
@@ -122,14 +157,36 @@ def _change_groups(dist: Any, replaced: str) -> None:
     @functools.wraps(original)
     def create(*args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(original).bind(*args, **kwargs)
-        backend = _replacement(dist, bound.arguments["backend"], replaced)
-        if backend is not None:
-            if not _announced:  # beside a group with another backend, such as nccl
-                _announce(bound.arguments["backend"], -1)
-            bound.arguments |= {"backend": dist.Backend(backend), "backend_options": None}
-        return original(*bound.args, **bound.kwargs)
+        asked = bound.arguments["backend"]
+        backend = _replacement(dist, asked, replaced)
+        if backend is None:
+            return original(*args, **kwargs)
+        if not _announced:  # beside a group with another backend, such as nccl
+            _announce(asked, -1)
+        bound.arguments |= {"backend": dist.Backend(backend), "backend_options": None}
+        group, store = original(*bound.args, **bound.kwargs)
+        _answer_as_asked(dist, group, "undefined" if asked is None else str(asked))
+        return group, store
 
     dist.distributed_c10d._new_process_group_helper = create
+
+
+def _answer_as_asked(dist: Any, group: Any, asked: str) -> None:
+    """Makes `get_backend` and `get_backend_config` answer what the script has asked for.
+
+    Frameworks do not train in parallel with backends whose names they do not know.
+
+    Args:
+        dist: torch.distributed.
+        group: that has smddp instead.
+        asked: the backend that the script has named, or "undefined".
+    """
+    c10d = dist.distributed_c10d
+    if group not in c10d._world.pg_map:  # this rank is not in the group
+        return
+    name = dist.Backend(asked)
+    c10d._world.pg_map[group] = (name, c10d._world.pg_map[group][1])
+    c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(name))
 
 
 def _replacement(dist: Any, backend: Any, replaced: str) -> str | None:

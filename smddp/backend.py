@@ -90,6 +90,7 @@ def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
         _user = (os.getpid(), module)
         check_lists_of_split_group()
         keep_order_of_callbacks(module)
+        _warn_of_frameworks()
         timeout = options.timeout
         if not isinstance(timeout, timedelta):
             timeout = timedelta(seconds=float(timeout))
@@ -109,6 +110,26 @@ def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
         group: ProcessGroup = module.ProcessGroup(*arguments)
         return group
     return module.GpuProcessGroup(*arguments, *gpus)  # type: ignore[no-any-return]
+
+
+# By module: frameworks that train alone with a backend whose name they do not know.
+_KNOW_NAMES_ONLY = {
+    "ignite": "idist.auto_model() does not make a model data-parallel",
+}
+
+
+@functools.cache
+def _warn_of_frameworks() -> None:
+    """Warns of frameworks that would train each rank alone, without an error."""
+    if os.environ.get("SMDDP_INSTEAD_OF") or os.environ.get("RANK", "0") != "0":
+        return
+    for module, what in _KNOW_NAMES_ONLY.items():
+        if module in sys.modules:
+            warnings.warn(
+                f"smddp: with {module}, {what} if the backend is none that it knows by name: set "
+                'SMDDP_INSTEAD_OF=gloo, and let the script name the backend "gloo"',
+                stacklevel=2,
+            )
 
 
 def _let_ddp_share_memory() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from typing import NoReturn
 
 from smddp._command import run
+from smddp._version import __version__
 
 __all__ = ["command", "main"]
 
@@ -19,6 +21,8 @@ _USAGE = """usage: smddp COMMAND ...
   doctor     find out what is wrong with this host, or, under a launcher, between hosts
   status     show what ranks on this host are doing, without stopping them
   merge      make one file of a model that smp has saved in parts
+
+  --version  print the version of smddp, and the release of torch that it runs with
 """
 
 
@@ -59,6 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
         from smddp.modelparallel.checkpoint.merge import main as merge
 
         return merge(rest)
+    if name == "--version":
+        print(f"smddp {__version__}, torch {version('torch')}")
+        return 0
     if name in ("-h", "--help"):
         print(_USAGE, end="")
         return 0

@@ -102,6 +102,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "smddp": {"smddp_launch", "smddp_registration"},
     "smddp_autoload": {"smddp", "smddp_registration"},
     "smddp_tool": {"smddp.cli"},
+    "smddp.__main__": {"smddp.cli"},
     "smddp.bench": {"smddp", "smddp_launch"},
     "smddp.cli": {"smddp", "smddp.bench", CHECKPOINT},
     COMMON: {SHARED, "smddp"},

@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
+#include <map>
 #include <set>
 
+#include "bootstrap/node_name.h"
 #include "common/config.h"
 #include "common/log.h"
 #include "engine/limits.h"
@@ -30,17 +32,41 @@ std::string ranksOfNodes(const plan::Topology& topology) {
   return text;
 }
 
-// Warns once, for the first group. The layouts of smaller groups are rarely measured.
-void warnOfOtherLayouts(const plan::Topology& topology, Rank me) {
-  static std::atomic<bool> looked{false};
+void warnOfOtherLayouts(const plan::Topology& topology) {
   const auto& tuning = collectives::tuningFromSettings();
-  if (me != 0 || looked.exchange(true) || tuning.rows().empty()) return;
+  if (tuning.rows().empty()) return;
   const auto isForUs = [&](const auto& row) { return collectives::isForLayout(row, topology); };
   if (std::none_of(tuning.rows().begin(), tuning.rows().end(), isForUs)) {
     SMDDP_LOG(Warn, "engine",
               "SMDDP_TUNING_FILE={} has no row for nodes of {} ranks: the built-in table chooses. "
               "`python -m smddp.bench --tune` measures a layout",
               tuning.origin(), ranksOfNodes(topology));
+  }
+}
+
+// A setting that has no effect, or another one than its user expects, is not passed over in silence.
+void warnOfPlaces(const plan::Topology& topology,
+                  const std::vector<bootstrap::Introduction>& introductions) {
+  if (topology.numNodes() == 1 && introductions.size() > 1) {
+    for (const auto& [name, value] : {std::pair("SMDDP_INTERFACE", settings().interface),
+                                      std::pair("SMDDP_PROVIDER", settings().provider)}) {
+      if (value.empty()) continue;
+      SMDDP_LOG(Warn, "engine", "{}={} has no effect: all ranks are on one node, without a network",
+                name, value);
+    }
+  }
+  // By host: whether ranks have a name that the user chose, and whether others have none.
+  std::map<std::string, std::pair<bool, bool>> chosen;
+  for (const auto& each : introductions) {
+    auto& [named, unnamed] = chosen[each.host];
+    (bootstrap::isChosenNodeName(each.nodeName) ? named : unnamed) = true;
+  }
+  for (const auto& [host, has] : chosen) {
+    if (!has.first || !has.second) continue;
+    SMDDP_LOG(Warn, "engine",
+              "SMDDP_NODE_ID is set on some ranks of host {} and not on others: these count as "
+              "different nodes, which share no memory; set it on all ranks or on none",
+              host);
   }
 }
 
@@ -132,7 +158,12 @@ void Group::joinAll(const std::vector<bootstrap::Introduction>& introductions,
                         .jobRanks = jobRanksOf(entries),
                         .self = Peer::describe(introductions[spec_.me])};
   const plan::Topology& nodes = membership.topology;
-  warnOfOtherLayouts(nodes, spec_.me);
+  // Once, for the first group, which is that of all ranks: the layouts of smaller ones are rarely measured.
+  static std::atomic<bool> looked{false};
+  if (spec_.me == 0 && !looked.exchange(true)) {
+    warnOfOtherLayouts(nodes);
+    warnOfPlaces(nodes, introductions);
+  }
   for (Rank rank = 0; rank < spec_.size; ++rank) {
     const bool sharesNode = nodes.nodeOf(rank) == nodes.myNode();
     membership.peers.push_back(rank == spec_.me ? nullptr

@@ -331,3 +331,27 @@ def test_start_methods(method: str, tmp_path: Path) -> None:
         ended = programs.run(str(script), *arguments)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "all have ended\n"
+
+
+def _begin(unnamed: bool = False) -> None:
+    if unnamed and os.environ["RANK"] == "0":
+        del os.environ["SMDDP_NODE_ID"]
+    with ranks.job():
+        dist.all_reduce(torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["SMDDP_INTERFACE", "SMDDP_PROVIDER"])
+def test_a_setting_for_networks_on_one_node(name: str) -> None:
+    value = "lo" if name == "SMDDP_INTERFACE" else "sockets"
+    first, second = ranks.run_ranks(_begin, "2", env={name: value})
+    assert f"{name}={value} has no effect: all ranks are on one node" in first.stderr
+    assert "has no effect" not in second.stderr
+    first, _ = ranks.run_ranks(_begin, "1+1", env={name: value})
+    assert "has no effect" not in first.stderr
+
+
+def test_node_names_on_some_ranks_only() -> None:
+    first, second = ranks.run_ranks(_begin, "2", True)
+    assert first.returned, first
+    assert "SMDDP_NODE_ID is set on some ranks of host" in first.stderr
+    assert "SMDDP_NODE_ID is set" not in second.stderr

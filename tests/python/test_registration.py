@@ -215,3 +215,100 @@ def test_a_libfabric_that_cannot_be_loaded_is_named(tmp_path) -> None:
         """,
         LD_LIBRARY_PATH=str(tmp_path),
     )
+
+
+def test_what_is_asked_for_is_what_torch_answers() -> None:
+    """Frameworks train alone, or raise, where a backend has a name that they do not know."""
+    succeed(
+        """
+        import smddp
+        import torch
+        import torch.distributed as dist
+
+        def serves(group):
+            return group._get_backend(torch.device("cpu")).name()
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        part, other = dist.new_group([0]), dist.new_group([0], backend="gloo")
+        for group in (dist.group.WORLD, part, other):
+            assert dist.get_backend(group) == "gloo"
+            assert "cpu:gloo" in dist.get_backend_config(group)
+            assert serves(group) == "smddp"
+        assert serves(dist.split_group(split_ranks=[[0]])) == "smddp"
+        dist.monitored_barrier()
+        dist.destroy_process_group()
+        """,
+        SMDDP_INSTEAD_OF="gloo",
+    )
+
+
+def test_a_setting_that_comes_too_late_is_not_passed_over_in_silence() -> None:
+    ended = run(
+        """
+        import os
+        import smddp
+
+        os.environ["SMDDP_INSTEAD_OF"] = "gloo"
+        """
+    )
+    assert ended.returncode == 0
+    assert "SMDDP_INSTEAD_OF=gloo was set after `import torch`, and had no effect" in ended.stderr
+
+
+def test_the_backend_is_not_for_gpus_where_there_are_none() -> None:
+    ended = run(
+        """
+        import os
+        import torch
+        import torch.distributed as dist
+
+        torch.version.cuda, torch.version.hip = "13.0", None
+        from smddp_registration import _may_have_gpu
+        exists = os.path.exists
+        os.path.exists = lambda path: path == "/dev/nvidiactl" or exists(path)
+        assert _may_have_gpu()
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        assert not _may_have_gpu()
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        torch.version.cuda = None
+        assert not _may_have_gpu()
+        if not torch.cuda.is_available():
+            dist.init_process_group("smddp", store=dist.HashStore(), rank=0, world_size=1)
+            assert dist.group.WORLD._device_types == [torch.device("cpu")]
+        """
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_framework_that_would_train_alone_is_named() -> None:
+    ended = run(
+        """
+        import sys
+        import types
+        import torch.distributed as dist
+
+        sys.modules["ignite"] = types.ModuleType("ignite")
+        dist.init_process_group("smddp", store=dist.HashStore(), rank=0, world_size=1)
+        """
+    )
+    assert "with ignite, idist.auto_model() does not make a model data-parallel" in ended.stderr
+    assert "set SMDDP_INSTEAD_OF=gloo" in ended.stderr
+
+
+def test_the_version() -> None:
+    import torch
+
+    import smddp
+
+    for module in ("smddp", "smddp_tool"):
+        ended = run(
+            f"""
+            import runpy
+            import sys
+
+            sys.argv[1:] = ["--version"]
+            runpy.run_module({module!r}, run_name="__main__")
+            """
+        )
+        release = torch.__version__.partition("+")[0]
+        assert ended.stdout == f"smddp {smddp.__version__}, torch {release}\n", ended.stderr
