@@ -99,24 +99,34 @@ class WithOldName(build_py):
 
 
 class EditableWithOldName(editable_wheel):
-    """Adds the same to the wheel of a development install, which copies no packages."""
+    """Adds the same to the wheel of a development install, which copies no packages.
+
+    It also adds the folder of the sources to sys.path. What setuptools installs is asked after all
+    of sys.path. There a clone beside a script, which has the same name, counts as a package.
+    """
 
     def run(self) -> None:
-        """Makes the wheel, and adds the metadata to it and to its list of files."""
+        """Makes the wheel, and adds these files to it and to its list of files."""
         super().run()
         # Others may lie there, of earlier builds.
         wheel = max(Path(self.dist_dir).glob("*.whl"), key=lambda path: path.stat().st_mtime)
-        content = metadata_of_old_name(self.distribution.get_version()).encode()
-        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-        line = f"{OLD_NAME_FILE},sha256={digest},{len(content)}\n"
+        added = {
+            OLD_NAME_FILE: metadata_of_old_name(self.distribution.get_version()).encode(),
+            "smddp_sources.pth": f"{ROOT}\n".encode(),
+        }
+        lines = ""
+        for name, content in added.items():
+            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=")
+            lines += f"{name},sha256={digest.decode()},{len(content)}\n"
         with zipfile.ZipFile(wheel) as made:
             files = {info: made.read(info) for info in made.infolist()}
         # Written anew: a zip file cannot replace its list of files.
         with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as made:
-            made.writestr(OLD_NAME_FILE, content)
+            for name, content in added.items():
+                made.writestr(name, content)
             for info, text in files.items():
                 is_list = info.filename.endswith(".dist-info/RECORD")
-                made.writestr(info, text + line.encode() if is_list else text)
+                made.writestr(info, text + lines.encode() if is_list else text)
 
 
 # torch needs it for calls on objects, and does not require it. smp and the benchmark need it, too.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -219,7 +222,7 @@ def test_a_libfabric_that_cannot_be_loaded_is_named(tmp_path) -> None:
 
 def test_what_is_asked_for_is_what_torch_answers() -> None:
     """Frameworks train alone, or raise, where a backend has a name that they do not know."""
-    succeed(
+    ended = run(
         """
         import smddp
         import torch
@@ -240,6 +243,7 @@ def test_what_is_asked_for_is_what_torch_answers() -> None:
         """,
         SMDDP_INSTEAD_OF="gloo",
     )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_setting_that_comes_too_late_is_not_passed_over_in_silence() -> None:
@@ -312,3 +316,16 @@ def test_the_version() -> None:
         )
         release = torch.__version__.partition("+")[0]
         assert ended.stdout == f"smddp {smddp.__version__}, torch {release}\n", ended.stderr
+
+
+def test_a_clone_beside_a_script_does_not_hide_the_package(tmp_path: Path) -> None:
+    """A folder without __init__.py is a package, too, unless sys.path has a better one."""
+    (tmp_path / "smddp" / "docs").mkdir(parents=True)
+    script = tmp_path / "train.py"
+    script.write_text("import smddp\nprint(smddp.__version__)\n")
+    variables = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
