@@ -142,7 +142,7 @@ fuzz-check:  ## do the fuzzers reach the parsers, and find the bugs that are pla
 	setarch -R python3 tests/fuzz/check.py
 
 .PHONY: demo
-demo: setup  ## train a real model on 2 nodes x 2 ranks of this machine, beside gloo
+demo: setup  ## train a real model over smddp and over gloo, and measure both by turns
 	@$(PYTHON) examples/demo.py
 
 .PHONY: bench

@@ -137,7 +137,7 @@ def main() -> None:
 
     extra = where_bytes_went() if arguments.backend == "smddp" else {}
     if dist.get_rank() == 0:
-        print(f"{arguments.backend}: accuracy {share:.3f} on held-out digits, {seconds:.1f} s")
+        print(f"{arguments.backend}: accuracy {share:.3f} on held-out digits")
         if arguments.out is not None:
             parameters = {name: value.detach() for name, value in model.module.named_parameters()}
             result = {"parameters": parameters, "losses": losses, "accuracy": share}

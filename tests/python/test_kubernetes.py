@@ -75,3 +75,31 @@ def test_memory(manifest: dict[str, Any]) -> None:
     # What lies there counts as memory of the pod, which is killed if it has too much.
     limit = quantity(container["resources"]["limits"]["memory"])
     assert quantity(volume["emptyDir"]["sizeLimit"]) < limit
+
+
+def test_a_job_of_kubeflow() -> None:
+    job: dict[str, Any] = yaml.safe_load((ROOT / "examples/trainjob.yaml").read_text())
+    assert job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+    assert job["kind"] == "TrainJob"
+    assert job["spec"]["runtimeRef"] == {"name": "torch-distributed"}
+    trainer = job["spec"]["trainer"]
+    # The runtime sets PET_NNODES and the like, which torchrun takes instead of options.
+    assert trainer["command"] == ["torchrun", "train.py"]
+    assert str(trainer["numProcPerNode"]) == trainer["resourcesPerNode"]["requests"]["cpu"]
+    assert trainer["numNodes"] == 2
+    assert all(isinstance(each["value"], str) for each in trainer["env"])
+    limits = trainer["resourcesPerNode"]["limits"]
+    assert quantity(limits["memory"]) >= quantity("8Gi")
+
+
+def test_the_image_has_what_it_copies() -> None:
+    lines = (ROOT / "examples/Dockerfile").read_text().splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    assert [step for step, _ in steps] == [
+        "ARG", "FROM", "ARG", "RUN", "COPY", "RUN", "COPY", "WORKDIR", "CMD"
+    ]  # fmt: skip
+    copied = [text.split()[0] for step, text in steps if step == "COPY"]
+    assert copied[0] == "dist/smddp-*.whl"  # what `make wheels` makes
+    assert (ROOT / copied[1]).exists()
+    # Before the first FROM an argument is known to FROM only, so the others come behind it.
+    assert "${PYTHON}" in dict(steps)["FROM"]
