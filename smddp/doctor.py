@@ -20,6 +20,7 @@ import platform
 import resource
 import signal
 import socket
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -56,6 +57,8 @@ _ENOUGH_SHARED = 256 << 20
 _ENOUGH_THREADS = 100  # torch starts one or more for each core, smddp some for each rank
 _CHECKED_BYTES = 16 << 20
 _WAIT = timedelta(seconds=20)
+_LIMIT = 45  # seconds for the test processes; the checks of the host come before
+_STAT = Path("/proc/stat")
 _SYS = Path("/sys")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHOWN = 8  # how many pairs of hosts that do not connect are named
@@ -166,6 +169,29 @@ def _cores(affinities: Sequence[frozenset[int]]) -> Finding:
             f"set OMP_NUM_THREADS={max(1, int(cores / ranks))}",
         )  # fmt: skip
     return Finding("cores", _OK, text)
+
+
+def _others(ours: int = 1) -> Finding:
+    """Looks how many processes and threads run or wait for a core.
+
+    Args:
+        ours: how many of them are ranks that examine this host.
+    """
+    cores = os.cpu_count() or 1
+    counts = []
+    for _ in range(7):
+        text = _STAT.read_text()
+        counts.append(int(text.partition("procs_running ")[2].split()[0]))
+        time.sleep(0.03)
+    running = max(0, int(statistics.median(counts)) - ours)
+    if running >= cores:
+        return Finding(
+            "load", _WARNING,
+            f"this machine is loaded: besides this command {running} processes or threads run on "
+            f"{plural(cores, 'core')}, so all below takes longer",
+            "look again when they have ended, before you trust any time",
+        )  # fmt: skip
+    return Finding("load", _OK, f"{running} other processes or threads run")
 
 
 def _numa() -> Finding:
@@ -328,7 +354,10 @@ def examine_host(affinities: Sequence[frozenset[int]] = ()) -> list[Finding]:
             )  # fmt: skip
         return _cores(affinities or [frozenset(os.sched_getaffinity(0))] * int(ranks))
 
-    for check in [cores, *_CHECKS]:
+    def load() -> Finding:
+        return _others(max(1, len(affinities)))
+
+    for check in [cores, load, *_CHECKS]:
         try:
             found = check()
             findings += [found] if isinstance(found, Finding) else found
@@ -350,11 +379,24 @@ def _talk() -> Iterator[Finding]:
     start = time.monotonic()
     dist.all_reduce(vector)
     seconds = time.monotonic() - start
-    text = f"{size} ranks have summed {_CHECKED_BYTES >> 20} MiB in {1e3 * seconds:.1f} ms"
+    text = (
+        f"{size} ranks have summed {_CHECKED_BYTES >> 20} MiB in {1e3 * seconds:.1f} ms (for "
+        f"comparison: to copy as much takes one process {1e3 * _time_of_copy(vector):.1f} ms)"
+    )
     if not torch.all(vector == size * (size + 1) / 2):
         yield Finding("all_reduce", _FAULT, f"{text}, and the sum is wrong", "report this")
         return
     yield Finding("all_reduce", _OK, f"{text}; {smddp.describe()}")
+
+
+def _time_of_copy(vector: torch.Tensor) -> float:
+    """Returns how many seconds it takes to copy a tensor into memory that is in use already."""
+    copy, best = torch.zeros_like(vector), float("inf")
+    for _ in range(3):
+        start = time.monotonic()
+        copy.copy_(vector)
+        best = min(best, time.monotonic() - start)
+    return best
 
 
 def identity() -> tuple[str, str]:
@@ -541,7 +583,8 @@ def _play_two_hosts() -> list[Finding]:
     with leaving_at_signals(), reserved_port() as port:
         ranks = start_ranks([1, 1], command, port, subprocess.PIPE)
         try:
-            ends = [_end_of(process) for process in ranks]
+            deadline = time.monotonic() + _LIMIT
+            ends = [_end_of(process, deadline) for process in ranks]
         finally:
             for process in ranks:
                 process.kill()
@@ -557,18 +600,23 @@ def _play_two_hosts() -> list[Finding]:
     return list(dict.fromkeys(found))  # both ranks may tell the same
 
 
-def _end_of(process: subprocess.Popen[bytes]) -> tuple[list[Finding], str]:
+def _end_of(process: subprocess.Popen[bytes], deadline: float) -> tuple[list[Finding], str]:
     """Waits for a test process; returns what it has found, and how it has ended."""
-    limit = 3 * _WAIT.total_seconds()
     try:
-        output, errors = process.communicate(timeout=limit)
+        output, errors = process.communicate(timeout=max(0, deadline - time.monotonic()))
         status = process.returncode
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
     except subprocess.TimeoutExpired:
         process.kill()
         output, errors = process.communicate()
-        how = f"it did not end within {limit:.0f} s"
-    last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no error output"]
+        how = f"it did not end within {_LIMIT} s"
+        busy = _others()
+        if busy.state != _OK:
+            return [], f"{how}: {busy.text.partition(', so')[0]}"
+    # Not the frames of a stack.
+    lines = errors.decode(errors="replace").splitlines()
+    last = [line for line in lines if line.strip() and not line.startswith((" ", "Traceback"))]
+    last = last[-1:] or ["no error output"]
     try:
         report = _from_json(output.decode(errors="surrogateescape"))
     except ValueError:  # it has ended while it printed

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,7 @@ def test_a_host_whose_name_is_in_no_encoding() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        findings, _ = doctor._end_of(process)
+        findings, _ = doctor._end_of(process, time.monotonic() + 60)
     assert [finding.text for finding in findings] == ["t"]
 
 
@@ -557,3 +558,32 @@ def test_another_torch_is_one_sentence() -> None:
 def test_lines_have_a_sign_and_a_remedy() -> None:
     line = str(doctor.Finding("open files", "fault", "the limit is 4", "ulimit -n 1024"))
     assert line == "  ✗ open files: the limit is 4\n      → ulimit -n 1024"
+
+
+def test_a_loaded_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(doctor, "_STAT", stat)
+    stat.write_text(f"cpu 1 2 3\nprocs_running {(os.cpu_count() or 1) + 7}\nprocs_blocked 0\n")
+    found = doctor._others(2)
+    assert found.state == "warning"
+    assert (
+        f"this machine is loaded: besides this command {(os.cpu_count() or 1) + 5} pro"
+        in found.text
+    )
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        findings, how = doctor._end_of(process, time.monotonic())
+    assert not findings
+    assert "did not end within" in how
+    assert "this machine is loaded" in how
+    stat.write_text("procs_running 1\n")
+    assert doctor._others().state == "ok"
+
+
+def test_the_reason_of_a_test_process_is_no_frame_of_a_stack() -> None:
+    script = "import sys; print('Error: why\\n  File x, line 1', file=sys.stderr); sys.exit(3)"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        _, how = doctor._end_of(process, time.monotonic() + 60)
+    assert how == "status 3, Error: why"
