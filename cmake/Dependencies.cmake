@@ -13,7 +13,8 @@ else()
   find_package(fmt 9 REQUIRED)                                      # fmt::fmt, fmt::fmt-header-only
 endif()
 set(fmt fmt::fmt-header-only)
-if(SMDDP_QUICK_BUILD AND TARGET fmt::fmt)
+# A build with tests stays on the machine that has the library.
+if(SMDDP_QUICK_BUILD AND SMDDP_BUILD_TESTS AND TARGET fmt::fmt)
   set(fmt fmt::fmt)
 endif()
 

@@ -12,8 +12,7 @@ set(SMDDP_TORCH_FOLDERS "" CACHE STRING
 option(SMDDP_WITH_TORCH "Build process_group and the module smddp._C" ${SMDDP_TORCH_DEFAULT})
 option(SMDDP_BUILD_TESTS "Build the C++ tests (needs GoogleTest)" ON)
 option(SMDDP_WARNINGS_AS_ERRORS "Treat compiler warnings as errors" ON)
-# Not for builds for other machines, which contain fmt.
-option(SMDDP_QUICK_BUILD "Compile in half the time: precompiled headers, and the shared library of fmt" OFF)
+option(SMDDP_QUICK_BUILD "Compile in half the time: precompiled headers, and files in groups" OFF)
 set(FMT_INCLUDE_DIR "" CACHE PATH "Folder with fmt/format.h; default: the package fmt that CMake finds")
 set(SMDDP_SANITIZE "" CACHE STRING "address, undefined, thread or empty; join two by a comma")
 set_property(CACHE SMDDP_SANITIZE PROPERTY STRINGS "" address undefined thread address,undefined)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
+import interpreters
 import programs
 import pytest
 from bench_runs import ROOT, run
@@ -65,3 +68,22 @@ def test_each_variant_has_a_row(arguments: str, variants: list[str], tmp_path: P
     rows = json.loads(file.read_text())["rows"]
     assert [row["variant"] for row in rows] == variants
     assert all(row["step_ms"] > 0 for row in rows)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.costly
+@pytest.mark.parametrize(("how", "layout"), [("bare", "2"), ("torchrun", "2"), ("torchrun", "2x2")])
+def test_survivors_of_a_killed_rank_say_who_it_was(how: str, layout: str) -> None:
+    """In programs that import nothing but torch, with what is on by default."""
+    command = [sys.executable, str(BENCHMARKS / "deaths.py"), "--trials=1"]
+    ended = subprocess.run(
+        [*command, f"--how={how}", f"--layouts={layout}"],
+        env=interpreters.environment(TORCH_DEVICE_BACKEND_AUTOLOAD="1"),
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    row = json.loads(ended.stdout)
+    assert row["named_in_log"] == row["survivors"] > 0
+    # torchrun may end a survivor before its script has noted the time; its log is complete.
+    assert how == "torchrun" or row["errors"] == row["survivors"]
+    assert row["cut_files"] == 0
