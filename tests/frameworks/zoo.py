@@ -373,12 +373,18 @@ def run(kind: str, say: Callable[[str, str], None]) -> None:
 
 
 def _draws(net: Any, kwargs: dict[str, Any]) -> bool:
-    """Says whether a model's result depends on random numbers, which are others in a step."""
-    results = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        results.append(float(loss_of(copy.deepcopy(net), kwargs, False)[0]))
-    return results[0] != results[1]
+    """Says whether a model's numbers depend on random ones, which are others in a step."""
+    first, second = [_numbers(copy.deepcopy(net), kwargs, seed) for seed in range(2)]
+    return any(not torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def _numbers(net: Any, kwargs: dict[str, Any], seed: int) -> list[torch.Tensor]:
+    """Returns the loss and the gradients of a model."""
+    torch.manual_seed(seed)
+    loss, _ = loss_of(net, kwargs, False)
+    loss.backward()
+    none = torch.zeros(0)
+    return [loss, *[none if one.grad is None else one.grad for one in net.parameters()]]
 
 
 def job(kind: str, seconds: float) -> dict[str, str]:
