@@ -1,8 +1,13 @@
 #include "process_group/message_codec.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/SparseCsrTensorImpl.h>
+#include <ATen/SparseTensorImpl.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_sparse_compressed_tensor_unsafe.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <cstring>
@@ -27,7 +32,7 @@ struct Front {
 static_assert(sizeof(Front) == kFrontPrefix);
 
 struct Description {
-  enum Kind : uint8_t { None, Small, Large };
+  enum Kind : uint8_t { None, Small, Large, Sparse };
   Kind kind = None;
   int8_t type = 0;  // c10::ScalarType
   uint8_t requiresGrad = 0;
@@ -56,6 +61,29 @@ std::vector<int64_t> stridesOf(at::IntArrayRef sizes, const std::vector<uint8_t>
     stride *= std::max<int64_t>(sizes[*dimension], 1);
   }
   return strides;
+}
+
+bool isSparse(at::Layout layout) {
+  return layout == at::kSparse || layout == at::kSparseCsr || layout == at::kSparseCsc ||
+         layout == at::kSparseBsr || layout == at::kSparseBsc;
+}
+
+// Is it a sparse tensor of torch itself? Those of other classes, such as fake ones, have no parts.
+bool hasParts(const at::Tensor& tensor) {
+  return isSparse(tensor.layout()) && !tensor.is_meta() &&
+         !tensor.key_set().has(c10::DispatchKey::Python);
+}
+
+const at::SparseTensorImpl& cooOf(const at::Tensor& tensor) {
+  return *static_cast<const at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
+}
+
+// The dense parts of a sparse tensor, which share its memory. The last one has its values.
+std::vector<at::Tensor> partsOf(const at::Tensor& tensor) {
+  if (tensor.layout() == at::kSparse) return {cooOf(tensor).indices(), cooOf(tensor).values()};
+  const auto& compressed =
+      *static_cast<const at::SparseCsrTensorImpl*>(tensor.unsafeGetTensorImpl());
+  return {compressed.compressed_indices(), compressed.plain_indices(), compressed.values()};
 }
 
 // The tensor, or a copy of it that lies in one piece of host memory. Throws if it cannot be sent.
@@ -106,6 +134,22 @@ class Writer {
 
 void check(bool right) { TORCH_CHECK(right, "smp: a message between ranks is damaged"); }
 
+// A sparse tensor of these parts, whose memory it shares. They may have no values yet, so nothing checks them.
+at::Tensor sparseOf(const std::vector<at::Tensor>& parts, at::IntArrayRef sizes, at::Layout layout,
+                    bool coalesced) {
+  // Dispatch modes of the user's code on this thread are no business of a message.
+  const c10::impl::ExcludeDispatchKeyGuard modes(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  const at::NoGradGuard guard;
+  const at::Tensor& values = parts.back();
+  if (layout == at::kSparse) {
+    return at::_sparse_coo_tensor_unsafe(parts[0], values, sizes, values.options().layout(layout),
+                                         coalesced);
+  }
+  return at::_sparse_compressed_tensor_unsafe(parts[0], parts[1], values, sizes,
+                                              values.options().layout(layout));
+}
+
 class Reader {
  public:
   explicit Reader(std::span<const std::byte> bytes) : left_(bytes) {}
@@ -140,6 +184,123 @@ at::Tensor byteView(const at::Tensor& tensor, int64_t begin, int64_t length) {
   return bytes;
 }
 
+namespace {
+
+// The description of tensors, and the elements of small ones, go into a front; large ones are collected.
+class Encoder {
+ public:
+  Encoder(Writer& writer, std::vector<at::Tensor>& large) : writer_(writer), large_(large) {}
+
+  void add(const std::optional<at::Tensor>& tensor) {
+    if (!tensor) {
+      writer_.value(Description{});
+    } else if (hasParts(*tensor)) {
+      addSparse(*tensor);
+    } else {
+      addDense(*tensor);
+    }
+  }
+
+ private:
+  void addSparse(const at::Tensor& tensor) {
+    describe(Description::Sparse, tensor, tensor);
+    for (const int64_t size : tensor.sizes()) writer_.value(size);
+    const bool coalesced = tensor.layout() == at::kSparse && cooOf(tensor).coalesced();
+    writer_.value(static_cast<uint8_t>(tensor.layout()));
+    writer_.value(static_cast<uint8_t>(coalesced));
+    for (const auto& part : partsOf(tensor)) addDense(part);
+  }
+
+  void addDense(const at::Tensor& tensor) {
+    const at::Tensor data = sendable(tensor);
+    const bool isSmall = small_ + data.nbytes() <= kSmallBytes;
+    describe(isSmall ? Description::Small : Description::Large, data, tensor);
+    for (const int64_t size : data.sizes()) writer_.value(size);
+    for (const uint8_t dimension : orderOf(data.strides())) writer_.value(dimension);
+    if (isSmall) {
+      small_ += data.nbytes();
+      writer_.raw(data.const_data_ptr(), data.nbytes());
+    } else {
+      large_.push_back(byteView(data, 0, static_cast<int64_t>(data.nbytes())));
+    }
+  }
+
+  void describe(Description::Kind kind, const at::Tensor& data, const at::Tensor& tensor) {
+    writer_.value(Description{kind, static_cast<int8_t>(data.scalar_type()), tensor.requires_grad(),
+                              static_cast<uint8_t>(data.dim())});
+  }
+
+  Writer& writer_;
+  std::vector<at::Tensor>& large_;
+  size_t small_ = 0;
+};
+
+class Decoder {
+ public:
+  Decoder(Reader& reader, std::vector<at::Tensor>& large) : reader_(reader), large_(large) {}
+
+  std::optional<at::Tensor> next() {
+    const auto about = reader_.value<Description>();
+    if (about.kind == Description::None) return std::nullopt;
+    check(about.kind <= Description::Sparse);
+    check(about.type >= 0 && about.type < static_cast<int8_t>(at::ScalarType::Undefined));
+    at::Tensor tensor = about.kind == Description::Sparse ? sparse(about) : dense(about);
+    tensor.set_requires_grad(about.requiresGrad != 0);
+    return tensor;
+  }
+
+ private:
+  at::Tensor sparse(const Description& about) {
+    const auto sizes = sizesOf(about);
+    const auto layout = static_cast<at::Layout>(reader_.value<uint8_t>());
+    check(isSparse(layout));
+    const bool coalesced = reader_.value<uint8_t>() != 0;
+    std::vector<at::Tensor> parts;
+    for (int i = 0; i < (layout == at::kSparse ? 2 : 3); ++i) {
+      const auto part = reader_.value<Description>();
+      check(part.kind == Description::Small || part.kind == Description::Large);
+      parts.push_back(dense(part));
+    }
+    return sparseOf(parts, sizes, layout, coalesced);
+  }
+
+  at::Tensor dense(const Description& about) {
+    const auto sizes = sizesOf(about);
+    std::vector<uint8_t> order;
+    std::vector<bool> seen(about.dimensions);
+    for (int d = 0; d < about.dimensions; ++d) {
+      order.push_back(reader_.value<uint8_t>());
+      check(order.back() < about.dimensions && !seen[order.back()]);
+      seen[order.back()] = true;
+    }
+    at::Tensor tensor = at::detail::empty_strided_cpu(sizes, stridesOf(sizes, order),
+                                                      static_cast<at::ScalarType>(about.type));
+    if (about.kind == Description::Small) {
+      const auto elements = reader_.raw(tensor.nbytes());
+      if (!elements.empty()) {
+        std::memcpy(tensor.mutable_data_ptr(), elements.data(), elements.size());
+      }
+    } else {
+      large_.push_back(byteView(tensor, 0, static_cast<int64_t>(tensor.nbytes())));
+    }
+    return tensor;
+  }
+
+  std::vector<int64_t> sizesOf(const Description& about) {
+    std::vector<int64_t> sizes;
+    for (int d = 0; d < about.dimensions; ++d) {
+      sizes.push_back(reader_.value<int64_t>());
+      check(sizes.back() >= 0);
+    }
+    return sizes;
+  }
+
+  Reader& reader_;
+  std::vector<at::Tensor>& large_;
+};
+
+}  // namespace
+
 EncodedMessage encodeMessage(const std::string& header,
                              const std::vector<std::optional<at::Tensor>>& tensors, bool last,
                              size_t least) {
@@ -150,28 +311,8 @@ EncodedMessage encodeMessage(const std::string& header,
   writer.value(front);
   writer.raw(header.data(), header.size());
   EncodedMessage message;
-  size_t small = 0;
-  for (const auto& tensor : tensors) {
-    Description about;
-    if (!tensor) {
-      writer.value(about);
-      continue;
-    }
-    const at::Tensor data = sendable(*tensor);
-    const bool isSmall = small + data.nbytes() <= kSmallBytes;
-    about = {isSmall ? Description::Small : Description::Large,
-             static_cast<int8_t>(data.scalar_type()), tensor->requires_grad(),
-             static_cast<uint8_t>(data.dim())};
-    writer.value(about);
-    for (const int64_t size : data.sizes()) writer.value(size);
-    for (const uint8_t dimension : orderOf(data.strides())) writer.value(dimension);
-    if (isSmall) {
-      small += data.nbytes();
-      writer.raw(data.const_data_ptr(), data.nbytes());
-    } else {
-      message.largeTensors.push_back(byteView(data, 0, static_cast<int64_t>(data.nbytes())));
-    }
-  }
+  Encoder encoder(writer, message.largeTensors);
+  for (const auto& tensor : tensors) encoder.add(tensor);
   auto& bytes = writer.bytes();
   message.length = bytes.size();
   front.total = narrowed(bytes.size());
@@ -191,36 +332,8 @@ DecodedMessage decodeFront(std::span<const std::byte> bytes) {
   DecodedMessage message;
   message.header.assign(reinterpret_cast<const char*>(header.data()), header.size());
   message.last = front.last != 0;
-  for (uint32_t i = 0; i < front.tensors; ++i) {
-    const auto about = reader.value<Description>();
-    auto& place = message.tensors.emplace_back();
-    if (about.kind == Description::None) continue;
-    check(about.kind <= Description::Large);
-    check(about.type >= 0 && about.type < static_cast<int8_t>(at::ScalarType::Undefined));
-    std::vector<int64_t> sizes;
-    for (int d = 0; d < about.dimensions; ++d) {
-      sizes.push_back(reader.value<int64_t>());
-      check(sizes.back() >= 0);
-    }
-    std::vector<uint8_t> order;
-    std::vector<bool> seen(about.dimensions);
-    for (int d = 0; d < about.dimensions; ++d) {
-      order.push_back(reader.value<uint8_t>());
-      check(order.back() < about.dimensions && !seen[order.back()]);
-      seen[order.back()] = true;
-    }
-    place = at::detail::empty_strided_cpu(sizes, stridesOf(sizes, order),
-                                          static_cast<at::ScalarType>(about.type));
-    if (about.kind == Description::Small) {
-      const auto elements = reader.raw(place->nbytes());
-      if (!elements.empty()) {
-        std::memcpy(place->mutable_data_ptr(), elements.data(), elements.size());
-      }
-    } else {
-      message.largeTensors.push_back(byteView(*place, 0, static_cast<int64_t>(place->nbytes())));
-    }
-    place->set_requires_grad(about.requiresGrad != 0);
-  }
+  Decoder decoder(reader, message.largeTensors);
+  for (uint32_t i = 0; i < front.tensors; ++i) message.tensors.push_back(decoder.next());
   return message;
 }
 

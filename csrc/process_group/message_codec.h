@@ -9,6 +9,9 @@
 //     kind 1 (a small tensor): its sizes, i64 each; its dimensions, u8 each, from the largest stride to the smallest;
 //       its elements
 //     kind 2 (a large tensor): the same without the elements
+//     kind 3 (a sparse tensor): its sizes; u8 layout (c10::Layout), u8 is it coalesced?; then its dense parts, which are
+//       tensors like those above: indices and values (COO), or compressed indices, plain indices and values (CSR, CSC,
+//       BSR, BSC)
 //
 // So a tensor arrives with its strides (channels_last stays that), unless it has gaps: then they are those of clone().
 // For example sizes 2, 3, 4 and strides 12, 1, 3 travel as 2, 3, 4 and 0, 2, 1, and 24 elements as they lie in memory.
@@ -45,8 +48,8 @@ struct DecodedMessage {
 };
 
 // Encodes a message; the memory of its front has at least `least` bytes. A tensor that does not lie in one piece of host
-// memory is copied there first. No large tensor may change until the message has left. Throws for sparse, quantized and "meta"
-// tensors.
+// memory is copied there first. No large tensor may change until the message has left. Throws for nested, quantized and
+// "meta" tensors.
 EncodedMessage encodeMessage(const std::string& header,
                              const std::vector<std::optional<at::Tensor>>& tensors, bool last,
                              size_t least);

@@ -629,7 +629,12 @@ def refuse_transforms(tensors: Sequence[Any], who: Callable[[], str]) -> None:
 
 
 def leaf_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a leaf of the shape and dtype of a tensor, with the memory of one element."""
+    """Returns a leaf of the shape, dtype and layout of a tensor; the memory is of one element.
+
+    That of a sparse one may have indices, too.
+    """
+    if tensor.layout != torch.strided:
+        return torch.zeros_like(tensor, requires_grad=True)
     return tensor.new_empty(()).expand(tensor.shape).requires_grad_()
 
 

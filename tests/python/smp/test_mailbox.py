@@ -23,6 +23,23 @@ from smddp.modelparallel.pipeline.protocol import Kind, Message
 pytestmark = pytest.mark.multiprocess
 
 
+def sparse() -> list[torch.Tensor]:
+    """Returns random sparse tensors of each layout: small, large, hybrid, empty."""
+    large = torch.randn(60, 80) * (torch.rand(60, 80) < 0.5)
+    twice = torch.tensor([[0, 2, 0], [1, 1, 1]])
+    return [
+        torch.sparse_coo_tensor(twice, torch.randn(3), (3, 4)).requires_grad_(),
+        torch.sparse_coo_tensor(twice[:1], torch.randn(3, 5), (4, 5)).coalesce(),
+        torch.sparse_coo_tensor(size=(3, 0)),
+        large.to_sparse(),
+        large.to_sparse_csr().requires_grad_(),
+        large[:7, :9].double().to_sparse_csc(),
+        large.to_sparse_bsr((4, 5)),
+        large.to_sparse_bsc((4, 5)),
+        torch.stack([large[0:4] != 0, large[0:4] != 0]).to_sparse_csr(),
+    ]
+
+
 def messages(rank: int) -> list[tuple[bytes, list[torch.Tensor | None]]]:
     """Returns what a rank sends."""
     torch.manual_seed(rank)
@@ -41,6 +58,7 @@ def messages(rank: int) -> list[tuple[bytes, list[torch.Tensor | None]]]:
         torch.randn(2, dtype=torch.complex64).conj(),
         torch.arange(1024, dtype=torch.int64) * rank,
         torch.randn(100_000, requires_grad=True),
+        *sparse(),
     ]
     short: list[tuple[bytes, list[torch.Tensor | None]]] = [
         (b"%d" % length, [torch.full((length,), rank, dtype=torch.uint8)])
@@ -54,6 +72,13 @@ def same(found: torch.Tensor | None, value: torch.Tensor | None) -> bool:
     """Says whether a tensor has come as it was sent."""
     if found is None or value is None:
         return found is value
+    if value.layout is not torch.strided:
+        return (
+            (found.layout, found.shape, found.requires_grad)
+            == (value.layout, value.shape, value.requires_grad)
+            and (found.layout is not torch.sparse_coo or found.is_coalesced() == value.is_coalesced())
+            and all(map(torch.equal, parts(found), parts(value)))
+        )
     return (
         found.requires_grad == value.requires_grad
         and found.dtype == value.dtype
@@ -61,6 +86,16 @@ def same(found: torch.Tensor | None, value: torch.Tensor | None) -> bool:
         and found.stride() == value.clone().stride()
         and torch.equal(found, value)
     )
+
+
+def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the dense parts of a sparse tensor."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
 
 
 @pytest.mark.parametrize("least", [0, 960, 8192])
@@ -81,7 +116,7 @@ def test_what_is_encoded_is_decoded(least: int) -> None:
 
 # After the 16 bytes that every front begins with: kind, dtype, ... of a tensor, its size, and its
 # dimension.
-@pytest.mark.parametrize(("place", "value"), [(0, 3), (1, 127), (1, 200), (11, 128), (12, 1)])
+@pytest.mark.parametrize(("place", "value"), [(0, 3), (0, 4), (1, 127), (1, 200), (11, 128), (12, 1)])
 def test_a_wrong_description_of_a_tensor_is_refused(place: int, value: int) -> None:
     front, _ = _C.encode_message(b"", [torch.zeros(2)], False, 0)
     front[16 + place] = value
