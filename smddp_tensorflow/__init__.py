@@ -36,9 +36,11 @@ from smddp_tensorflow.collectives import (
 )
 from smddp_tensorflow.gradients import DistributedGradientTape, DistributedOptimizer
 from smddp_tensorflow.job import init, is_initialized, local_rank, local_size, rank, shutdown, size
+from smddp_tensorflow.normalization import install as _install
 from smddp_tensorflow.versions import check as _check
 
 _check(_tf.version.VERSION)
+_install()
 
 __all__ = [
     "AverageMetrics",
