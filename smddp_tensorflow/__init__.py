@@ -24,6 +24,7 @@ from smddp_tensorflow.callbacks import (
     broadcast_global_variables,
     shard,
 )
+from smddp_tensorflow.callbacks import install_backups as _install_backups
 from smddp_tensorflow.collectives import (
     Compression,
     ReduceOp,
@@ -41,6 +42,7 @@ from smddp_tensorflow.versions import check as _check
 
 _check(_tf.version.VERSION)
 _install()
+_install_backups()
 
 __all__ = [
     "AverageMetrics",
