@@ -24,6 +24,7 @@ from smddp_tensorflow.callbacks import (
     broadcast_global_variables,
     shard,
 )
+from smddp_tensorflow.callbacks import install_backups as _install_backups
 from smddp_tensorflow.collectives import (
     Compression,
     ReduceOp,
@@ -36,9 +37,12 @@ from smddp_tensorflow.collectives import (
 )
 from smddp_tensorflow.gradients import DistributedGradientTape, DistributedOptimizer
 from smddp_tensorflow.job import init, is_initialized, local_rank, local_size, rank, shutdown, size
+from smddp_tensorflow.normalization import install as _install
 from smddp_tensorflow.versions import check as _check
 
 _check(_tf.version.VERSION)
+_install()
+_install_backups()
 
 __all__ = [
     "AverageMetrics",

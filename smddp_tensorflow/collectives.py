@@ -397,6 +397,9 @@ def broadcast(tensor: Any, root_rank: int) -> tf.Tensor:
     group = job.group()
     if not 0 <= root_rank < group.size:
         raise ValueError(f"smddp: root_rank {root_rank} is no rank of {group.size}")
+    tensor = tf.convert_to_tensor(tensor)
+    if tensor.dtype == tf.string:
+        return _broadcast_strings(tensor, root_rank)
     operations = job.operations()
     if operations is not None:
         call_of = operations.kernels.operations
@@ -407,6 +410,21 @@ def broadcast(tensor: Any, root_rank: int) -> tf.Tensor:
         return group.broadcast(np.array(array), root_rank)
 
     return _through_numpy(call, functools.partial(_gradient_of_broadcast, root=root_rank), tensor)
+
+
+def _broadcast_strings(tensor: tf.Tensor, root_rank: int) -> tf.Tensor:
+    """Sends lengths and bytes."""
+    flat = tf.reshape(tensor, [-1])
+    lengths = broadcast(tf.strings.length(flat), root_rank)
+    given = tf.io.decode_raw(tf.strings.reduce_join(flat), tf.uint8)
+    # Those of other ranks have other lengths.
+    if job.rank() != root_rank:
+        given = tf.zeros([tf.reduce_sum(lengths)], tf.uint8)
+    with tf.control_dependencies([lengths] if is_v1_graph() else []):
+        given = broadcast(tf.identity(given), root_rank)
+    letters = tf.gather(tf.constant([bytes([i]) for i in range(256)]), tf.cast(given, tf.int32))
+    words = tf.RaggedTensor.from_row_lengths(letters, lengths)
+    return tf.reshape(tf.strings.reduce_join(words, axis=-1), tf.shape(tensor))
 
 
 def is_v1_graph() -> bool:
@@ -435,11 +453,10 @@ def broadcast_variables(variables: Any, root_rank: int) -> Any:
         )
     made: list[Any] = []
     for variable in variables:
-        if variable.dtype not in (tf.string, "string"):
-            # A graph of TensorFlow 1 would run them in any order.
-            with tf.control_dependencies(made[-1:] if is_v1_graph() else []):
-                value = broadcast(tf.convert_to_tensor(variable), root_rank)
-                made.append(variable.assign(value))
+        # A graph of TensorFlow 1 would run them in any order.
+        with tf.control_dependencies(made[-1:] if is_v1_graph() else []):
+            value = broadcast(tf.convert_to_tensor(variable), root_rank)
+            made.append(variable.assign(value))
     return tf.group(made) if is_v1_graph() else None
 
 

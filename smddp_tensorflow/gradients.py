@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import tensorflow as tf
 from smddp_tensorflow.collectives import (
     Compression,
     ReduceOp,
+    allgather,
     allreduce_all,
     check_how,
     is_v1_graph,
@@ -20,6 +22,7 @@ from smddp_tensorflow.collectives import (
 __all__ = ["DistributedGradientTape", "DistributedOptimizer", "averaged"]
 
 _BUCKET = 25  # MiB
+_SUMS = (ReduceOp.SUM, ReduceOp.AVERAGE)
 
 
 def _refuse_devices(device_dense: str, device_sparse: str) -> None:
@@ -28,13 +31,14 @@ def _refuse_devices(device_dense: str, device_sparse: str) -> None:
             raise ValueError(f"smddp: {name} is not supported: leave it out")
 
 
-def _dense(gradient: Any, variable: Any) -> Any:
-    """Returns a tensor: rows of an embedding differ between ranks, so they cannot be added.
+def _present(gradient: Any, variable: Any, keeps_sparse: bool) -> Any:
+    """Returns a tensor, or slices if they are kept.
 
     A variable that the loss of this rank does not use gets zeros: that of another rank may use it.
     """
     if gradient is not None:
-        return tf.convert_to_tensor(gradient)
+        is_sparse = isinstance(gradient, tf.IndexedSlices) and not gradient.dtype.is_integer
+        return gradient if is_sparse and keeps_sparse else tf.convert_to_tensor(gradient)
     if getattr(variable, "trainable", False):
         return tf.zeros(variable.shape, variable.dtype)
     return None
@@ -46,6 +50,7 @@ def averaged(
     op: ReduceOp = ReduceOp.AVERAGE,
     compression: Any = Compression.none,
     bucket_cap_mb: float = _BUCKET,
+    sparse_as_dense: bool = False,
 ) -> list[Any]:
     """Combines gradients over ranks.
 
@@ -59,16 +64,28 @@ def averaged(
         op: how.
         compression: what travels.
         bucket_cap_mb: size of a bucket in MiB.
+        sparse_as_dense: make tensors of sparse gradients, and do not gather their rows. So does
+            MIN or MAX, and a graph of TensorFlow 1.
     """
-    results = [_dense(*pair) for pair in zip(gradients, variables, strict=True)]
+    keeps_sparse = not (sparse_as_dense or is_v1_graph() or op not in _SUMS)
+    results = [_present(*pair, keeps_sparse) for pair in zip(gradients, variables, strict=True)]
     places = [i for i, one in enumerate(results) if one is not None]
     if not places:
         return results
-    buckets = [places]
-    if not tf.executing_eagerly():
-        buckets = _buckets(results, places, int(bucket_cap_mb * 2**20))
+    are_sparse = [isinstance(one, tf.IndexedSlices) for one in results]
+    on_ranks: Any = None
+    if keeps_sparse:
+        # A rank whose loss does not use a variable cannot know that its gradient is sparse on
+        # others. A constant in a graph: this does not wait for gradients.
+        on_ranks = allgather(tf.constant(are_sparse))
+    most = sys.maxsize if tf.executing_eagerly() else int(bucket_cap_mb * 2**20)
     made: list[Any] = []
-    for bucket in buckets:
+    for bucket in _buckets(results, places, most):
+        if are_sparse[bucket[0]]:
+            (place,) = bucket
+            is_sparse = tf.reduce_all(on_ranks[:, place])
+            results[place] = _slices_over_ranks(results[place], is_sparse, op, compression)
+            continue
         # A graph of TensorFlow 1 would run them in any order.
         with tf.control_dependencies(made[-1:] if is_v1_graph() else []):
             made = allreduce_all([results[i] for i in bucket], op, compression)
@@ -78,11 +95,19 @@ def averaged(
 
 
 def _buckets(gradients: list[Any], places: list[int], most: int) -> list[list[int]]:
-    """Divides them from the last to the first; a bucket has one gradient, or `most` bytes."""
+    """Divides them from the last to the first; a bucket has one gradient, or `most` bytes.
+
+    A sparse gradient is alone. All ranks make their calls in this order, also if a gradient is
+    sparse on some of them only.
+    """
     buckets: list[list[int]] = []
     room = 0
     for place in reversed(places):
         gradient = gradients[place]
+        if isinstance(gradient, tf.IndexedSlices):
+            buckets.append([place])
+            room = -1
+            continue
         size = (gradient.shape.num_elements() or 0) * gradient.dtype.size
         if not buckets or size > room:
             buckets.append([])
@@ -90,6 +115,45 @@ def _buckets(gradients: list[Any], places: list[int], most: int) -> list[list[in
         buckets[-1].append(place)
         room -= size
     return buckets
+
+
+def _slices_over_ranks(
+    slices: tf.IndexedSlices, is_sparse: Any, op: ReduceOp, compression: Any
+) -> tf.IndexedSlices:
+    """Combines a gradient that is sparse on this rank.
+
+    Args:
+        slices: the gradient.
+        is_sparse: is it so on all ranks? Else they add tensors, and the result has all rows.
+        op: SUM or AVERAGE.
+        compression: what travels.
+    """
+
+    def gathered() -> tuple[Any, Any]:
+        sent, context = compression.compress(slices.values)
+        count = tf.shape(slices.indices, tf.int64)[0]
+        counts = allgather(count)
+        most = tf.reduce_max(counts)
+        is_row = tf.sequence_mask(counts, most)
+
+        def of_all(rows: Any) -> Any:
+            shape = tf.concat([[most - count], tf.shape(rows, tf.int64)[1:]], 0)
+            padded = tf.concat([rows, tf.zeros(shape, rows.dtype)], 0)
+            return tf.boolean_mask(allgather(padded), is_row)
+
+        # One rank may have indices in int32, and another one in int64.
+        indices = of_all(tf.cast(slices.indices, tf.int64))
+        values = compression.decompress(of_all(sent), context)
+        if op is ReduceOp.AVERAGE:
+            values /= tf.cast(tf.shape(counts)[0], values.dtype)
+        return values, tf.cast(indices, slices.indices.dtype)
+
+    def added() -> tuple[Any, Any]:
+        (total,) = allreduce_all([tf.convert_to_tensor(slices)], op, compression)
+        return total, tf.range(tf.shape(total, slices.indices.dtype)[0])
+
+    values, indices = tf.cond(is_sparse, gathered, added)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 class DistributedGradientTape:
@@ -100,7 +164,8 @@ class DistributedGradientTape:
         device_dense: must be empty.
         device_sparse: must be empty.
         compression: what travels.
-        sparse_as_dense: accepted; sparse gradients always become dense.
+        sparse_as_dense: reduce sparse gradients, as those of embeddings, as tensors. Otherwise the
+            rows of all ranks are gathered.
         op: how gradients are combined.
 
     Raises:
@@ -113,12 +178,13 @@ class DistributedGradientTape:
         device_dense: str = "",
         device_sparse: str = "",
         compression: Any = Compression.none,
-        sparse_as_dense: bool = True,
+        sparse_as_dense: bool = False,
         op: ReduceOp = ReduceOp.AVERAGE,
     ) -> None:
         _refuse_devices(device_dense, device_sparse)
         check_how(op, compression)
         self._tape, self._compression, self._op = tape, compression, op
+        self._sparse_as_dense = sparse_as_dense
 
     def __enter__(self) -> DistributedGradientTape:
         self._tape.__enter__()
@@ -138,7 +204,8 @@ class DistributedGradientTape:
         """
         found = self._tape.gradient(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(found), tf.nest.flatten(sources)
-        return tf.nest.pack_sequence_as(found, averaged(*flat, self._op, self._compression))
+        made = averaged(*flat, self._op, self._compression, sparse_as_dense=self._sparse_as_dense)
+        return tf.nest.pack_sequence_as(found, made)
 
 
 def DistributedOptimizer(  # noqa: N802
@@ -148,7 +215,7 @@ def DistributedOptimizer(  # noqa: N802
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = Compression.none,
-    sparse_as_dense: bool = True,
+    sparse_as_dense: bool = False,
     op: ReduceOp = ReduceOp.AVERAGE,
     bucket_cap_mb: float = _BUCKET,
 ) -> Any:
@@ -166,7 +233,8 @@ def DistributedOptimizer(  # noqa: N802
         device_dense: must be empty.
         device_sparse: must be empty.
         compression: what travels.
-        sparse_as_dense: accepted; sparse gradients always become dense.
+        sparse_as_dense: reduce sparse gradients, as those of embeddings, as tensors. Otherwise the
+            rows of all ranks are gathered.
         op: how gradients are combined.
         bucket_cap_mb: size of the buckets in which gradients travel, in MiB.
 
@@ -184,7 +252,7 @@ def DistributedOptimizer(  # noqa: N802
     _install_for_loss_scaling()
 
     def over_ranks(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        return averaged(gradients, variables, op, compression, bucket_cap_mb)
+        return averaged(gradients, variables, op, compression, bucket_cap_mb, sparse_as_dense)
 
     return _with_averager(optimizer, over_ranks)
 

@@ -17,6 +17,7 @@ __all__ = [
     "groups",
     "init",
     "is_initialized",
+    "is_shared",
     "join",
     "local_rank",
     "local_size",
@@ -130,6 +131,11 @@ def _abort(reason: str) -> None:
 def is_initialized() -> bool:
     """Returns whether `init` has been called, and `shutdown` has not."""
     return bool(groups)
+
+
+def is_shared() -> bool:
+    """Returns whether several ranks train one model after `init`; `join` alone does not say so."""
+    return bool(groups) and _operations is not None and size() > 1
 
 
 def group() -> smddp_numpy.Group:

@@ -270,6 +270,12 @@ def plan(model: DistributedModel, found: Trace) -> _Divided:
     if divided is not None:
         check_reads(outline, divided.division, found)
         return divided
+    for layer in outline.layers:
+        if job.rdp_size() > 1 and getattr(layer, "synchronized", False):
+            raise SMPPartitionError(
+                f"layer {layer.name!r} is synchronized, but smp normalizes each microbatch of a "
+                "replica by itself: leave out synchronized=True"
+            )
     planned = _Divided(outline, decide(job.cfg(), outline, found))
     if job.rank() == 0:
         report(planned.division, outline, job.pp_size())

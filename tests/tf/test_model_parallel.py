@@ -557,6 +557,10 @@ def misuse() -> dict[str, str]:
     crossing = smp.step(lambda rows: model(rows) @ model.list[1].kernel)
     found["crossing"] = said(smp, crossing, x)
 
+    two_replicas = {"partitions": 1, "horovod": True}
+    model = begin(layer.BatchNormalization(synchronized=True), layer.Dense(2), **two_replicas)
+    found["synchronized"] = said(smp, smp.step(lambda rows: mean(model(rows))), x)
+
     boom = Boom()
     model = begin(layer.Dense(4, kernel_initializer="ones"), boom, microbatches=4)
     step = smp.step(
@@ -602,6 +606,7 @@ def test_errors_are_named_on_all_ranks() -> None:
         "too few": "SMPPartitionError: the model cannot be divided into 2 partitions: it has 1",
         "empty": "SMPPartitionError: partition 1 gets no layer with weights",
         "crossing": "on partition 0 uses a weight of layer",
+        "synchronized": "is synchronized, but smp normalizes each microbatch of a replica by",
         "boom": "SMPMicrobatchError: rank 1 of the pipeline, microbatch 1: KeyError",
         "fit": "SMPUsageError: model.fit and model.train_on_batch cannot train",
         "fit before a step": "SMPUsageError: model.fit and model.train_on_batch cannot train",
