@@ -124,6 +124,7 @@ def report_trouble(
     store: torch._C._distributed_c10d.Store,
     name: str,
     rank: int,
+    job_rank: int,
     is_usage: bool,
     is_signal: bool,
     text: str,

@@ -83,6 +83,7 @@ def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
     module = _load.load()
     store, rank, size = options.store, options.group_rank, options.group_size
     name = str(options.group_id)
+    members = [int(member) for member in options.global_ranks_in_group or []]
     try:
         complete_environment(rank, size)
         _let_ddp_share_memory()
@@ -102,9 +103,9 @@ def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
         is_usage = isinstance(error, (ValueError, TypeError))
         is_signal = not isinstance(error, Exception)
         text = "it was interrupted by a signal" if is_signal else str(error)
-        module.report_trouble(store, name, rank, is_usage, is_signal, text)
+        job_rank = members[rank] if rank < len(members) else rank
+        module.report_trouble(store, name, rank, job_rank, is_usage, is_signal, text)
         raise
-    members = [int(member) for member in options.global_ranks_in_group or []]
     arguments = (store, rank, size, timeout, name, own.algorithm, own.wire, members)
     if gpus is None:
         group: ProcessGroup = module.ProcessGroup(*arguments)

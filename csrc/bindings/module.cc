@@ -135,14 +135,14 @@ void bindProcessGroup(py::module& m) {
   m.def(
       "report_trouble",
       [](const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank,
-         bool isUsage, bool isSignal, const std::string& text) {
+         int jobRank, bool isUsage, bool isSignal, const std::string& text) {
         const auto kind = isUsage    ? smddp::ErrorKind::Usage
                           : isSignal ? smddp::ErrorKind::Aborted
                                      : smddp::ErrorKind::Resource;
-        smddp::process_group::reportTrouble(store, name, rank, smddp::Error(kind, text));
+        smddp::process_group::reportTrouble(store, name, rank, jobRank, smddp::Error(kind, text));
       },
-      py::arg("store"), py::arg("name"), py::arg("rank"), py::arg("is_usage"), py::arg("is_signal"),
-      py::arg("text"), Release());
+      py::arg("store"), py::arg("name"), py::arg("rank"), py::arg("job_rank"), py::arg("is_usage"),
+      py::arg("is_signal"), py::arg("text"), Release());
 }
 
 void bindCallOrder(py::module& m) {

@@ -134,12 +134,12 @@ Introduction parseFields(BlobReader& reader) {
 }
 
 // `all` has at least these two.
-void checkPair(Rank one, const Introduction& first, Rank two, const Introduction& second,
+void checkPair(const Introduction& first, const Introduction& second,
                const std::map<Rank, const Introduction*>& all) {
   const bool sameVersion = first.libraryVersion == second.libraryVersion;
   const bool sameSize = first.groupSize == second.groupSize;
   if (sameVersion && sameSize && first.settings == second.settings) return;
-  const std::string who = describe(one, first) + " and " + describe(two, second);
+  const std::string who = describe(first) + " and " + describe(second);
   if (!sameVersion) {
     raise(ErrorKind::Mismatch, "{} run smddp {} and {}; install the same version on all nodes", who,
           first.libraryVersion, second.libraryVersion);
@@ -182,11 +182,11 @@ std::string listRanks(const std::vector<Rank>& ranks) {
   return text;
 }
 
-std::string describe(Rank rank, const Introduction& introduction) {
-  return describe(rank, introduction.host, introduction.pid);
+std::string describe(const Introduction& introduction) {
+  return describe(introduction.jobRank, introduction.host, introduction.pid);
 }
 
-std::string describeThisProcess(Rank rank) { return describe(rank, hostName(), ::getpid()); }
+std::string describeThisProcess(Rank jobRank) { return describe(jobRank, hostName(), ::getpid()); }
 
 std::vector<std::byte> serialise(const Introduction& introduction) {
   BlobWriter writer;
@@ -210,7 +210,7 @@ std::vector<std::byte> serialise(const Introduction& introduction) {
   return writer.take();
 }
 
-Introduction parseIntroduction(std::span<const std::byte> blob, Rank from) {
+Introduction parseIntroduction(std::span<const std::byte> blob, Rank jobRank) {
   try {
     BlobReader reader(blob);
     if (reader.number<uint32_t>("magic") != kMagic) throw BlobError("it begins with other bytes");
@@ -221,17 +221,18 @@ Introduction parseIntroduction(std::span<const std::byte> blob, Rank from) {
             "rank {} runs smddp {} (protocol {}), this rank {} (protocol {}); install the same "
             "version "
             "on all nodes",
-            from, version, protocol, SMDDP_VERSION, kProtocolVersion);
+            jobRank, version, protocol, SMDDP_VERSION, kProtocolVersion);
     }
     Introduction result = parseFields(reader);
     result.libraryVersion = version;
+    result.jobRank = jobRank;
     return result;
   } catch (const BlobError& error) {
     raise(ErrorKind::Transport,
           "what rank {} published in the store is not an introduction: {}; is another program "
           "using the "
           "same store and group name?",
-          from, error.what());
+          jobRank, error.what());
   }
 }
 
@@ -240,33 +241,31 @@ void checkTrouble(const std::vector<Introduction>& introductions, Rank me) {
     const Introduction& introduction = introductions[rank];
     if (introduction.trouble.empty()) continue;
     if (rank == me) throw Error(introduction.troubleKind, introduction.trouble);
-    raise(introduction.troubleKind, "{} cannot take part: {}", describe(rank, introduction),
+    raise(introduction.troubleKind, "{} cannot take part: {}", describe(introduction),
           introduction.trouble);
   }
 }
 
-void checkAgreement(Rank one, const Introduction& first, Rank two, const Introduction& second) {
-  checkPair(one, first, two, second, {{one, &first}, {two, &second}});
+void checkAgreement(const Introduction& first, const Introduction& second) {
+  checkPair(first, second, {{first.jobRank, &first}, {second.jobRank, &second}});
 }
 
 void checkAgreement(const std::vector<Introduction>& introductions) {
   std::map<Rank, const Introduction*> all;
-  for (size_t rank = 0; rank < introductions.size(); ++rank) {
-    all[static_cast<Rank>(rank)] = &introductions[rank];
-  }
+  for (const Introduction& one : introductions) all[one.jobRank] = &one;
   // Compare with rank 0 in the order of ranks, so that every rank finds the same pair.
   for (size_t rank = 1; rank < introductions.size(); ++rank) {
-    checkPair(0, introductions.front(), static_cast<Rank>(rank), introductions[rank], all);
+    checkPair(introductions.front(), introductions[rank], all);
   }
-  std::map<ProcessId, Rank> ranks;
-  for (Rank rank = 0; rank < static_cast<Rank>(introductions.size()); ++rank) {
-    const auto [first, isNew] = ranks.try_emplace(introductions[rank].processId, rank);
+  std::map<ProcessId, const Introduction*> known;
+  for (const Introduction& one : introductions) {
+    const auto [first, isNew] = known.try_emplace(one.processId, &one);
     if (isNew) continue;
     raise(
         ErrorKind::Mismatch,
         "{} and {} say that they are the same process: was one forked from the other after it had "
         "used smddp, or has somebody copied keys in the store?",
-        describe(first->second, introductions[first->second]), describe(rank, introductions[rank]));
+        describe(*first->second), describe(one));
   }
 }
 

@@ -36,6 +36,8 @@ struct Introduction {
   // The reason why this rank cannot take part, or empty. The others raise it, too, instead of waiting for the rank.
   std::string trouble;
   ErrorKind troubleKind = ErrorKind::Internal;
+  // The rank's number in the job, which texts have. Who reads the introduction knows it: it is not sent.
+  Rank jobRank = 0;
 };
 
 // Host, pid, node name, settings and version of this process; the caller adds the rest.
@@ -48,17 +50,25 @@ void checkTrouble(const std::vector<Introduction>& introductions, Rank me);
 std::string listRanks(const std::vector<Rank>& ranks);
 
 // Throws Mismatch unless two ranks can work together: the same version, settings, size of the group.
-void checkAgreement(Rank one, const Introduction& first, Rank two, const Introduction& second);
+void checkAgreement(const Introduction& first, const Introduction& second);
+
+// The number of a group's rank in the job, which texts have. `jobRanks` has them by rank; empty: the same. A number that is
+// no rank stays as it is.
+inline Rank jobRankOf(std::span<const Rank> jobRanks, Rank rank) {
+  const auto index = static_cast<size_t>(rank);
+  return index < jobRanks.size() ? jobRanks[index] : rank;
+}
 
 // Names a rank for errors: "rank 3 (node7, pid 4711)".
-std::string describe(Rank rank, const Introduction& introduction);
-// The same for this process as a rank.
-std::string describeThisProcess(Rank rank);
+std::string describe(const Introduction& introduction);
+// The same for this process as a rank of the job.
+std::string describeThisProcess(Rank jobRank);
 
 // Throws Usage if a field is too long.
 std::vector<std::byte> serialise(const Introduction& introduction);
-// Throws Mismatch if another version of the library wrote it, Transport if it is malformed; both name `from`.
-Introduction parseIntroduction(std::span<const std::byte> blob, Rank from);
+// `jobRank` is the rank that wrote it. Throws Mismatch if that has another version of the library, Transport if the bytes
+// are malformed.
+Introduction parseIntroduction(std::span<const std::byte> blob, Rank jobRank);
 
 // Throws Mismatch if ranks differ in version or settings. The text names two such ranks, and for each setting that
 // differs the ranks with each value. All ranks that check the same introductions throw the same text.

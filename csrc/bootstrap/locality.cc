@@ -50,8 +50,8 @@ std::string firstFailure(const Candidates& candidates,
     // A rank probes its candidates only, so the named rank is one of them.
     const auto& failure = reports[rank].failures.front();
     const std::string text =
-        fmt::format("{} cannot attach the memory of {}: {}", describe(rank, introductions[rank]),
-                    describe(failure.rank, introductions[failure.rank]), failure.why);
+        fmt::format("{} cannot attach the memory of {}: {}", describe(introductions[rank]),
+                    describe(introductions[failure.rank]), failure.why);
     if (failure.exhausted) throw Error(ErrorKind::Resource, text);
     return text;
   }

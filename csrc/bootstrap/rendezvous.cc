@@ -134,20 +134,21 @@ void warnOnce(const std::vector<std::string>& warnings) {
 }  // namespace
 
 Rendezvous::Rendezvous(Store& store, std::string group, Rank me, int size, Nanoseconds timeout,
-                       Seal seal, Watch watch)
+                       Seal seal, Watch watch, std::vector<Rank> jobRanks)
     : store_(store),
       group_(std::move(group)),
       me_(me),
       size_(size),
       timeout_(timeout),
       seal_(std::move(seal)),
-      watch_(std::move(watch)) {
+      watch_(std::move(watch)),
+      jobRanks_(std::move(jobRanks)) {
   if (me >= 0 && me < size) return;
   const Error error(ErrorKind::Usage,
                     fmt::format("rank {} is not a rank of group {}, which has {} rank{}; look at "
                                 "RANK and WORLD_SIZE",
                                 me, group_, size, size == 1 ? "" : "s"));
-  reportTrouble(store_, group_, me, seal_, error);
+  reportTrouble(store_, group_, me, me, seal_, error);
   throw error;
 }
 
@@ -164,7 +165,7 @@ auto Rendezvous::noted(const Phase& phase) {
     if (error.kind() == ErrorKind::PeerLost && !isCauseKnown_) raiseDeathOr(error);
     throw;
   } catch (...) {
-    const auto text = fmt::format("{} was interrupted by a signal", describeThisProcess(me_));
+    const auto text = fmt::format("{} was interrupted by a signal", describeThisProcess(jobRank(me_)));
     leaveNote(store_, key(isIn_ ? kTrouble : kAfter, epoch_), seal_,
               {me_, Error(ErrorKind::Aborted, text)});
     throw;
@@ -174,6 +175,7 @@ auto Rendezvous::noted(const Phase& phase) {
 std::vector<Introduction> Rendezvous::exchange(const Introduction& mine) {
   Introduction sized = mine;
   sized.groupSize = size_;
+  sized.jobRank = jobRank(me_);
   hasTrouble_ = !mine.trouble.empty();
   return noted([&] { return meet(sized); });
 }
@@ -198,7 +200,7 @@ std::vector<Introduction> Rendezvous::meet(const Introduction& mine) {
   std::vector<Introduction> introductions;
   for (Rank rank = 0; rank < size_; ++rank) {
     // For this rank take its own introduction, not the store's copy.
-    introductions.push_back(rank == me_ ? mine : parseIntroduction(values[rank], rank));
+    introductions.push_back(rank == me_ ? mine : parseIntroduction(values[rank], jobRank(rank)));
   }
   countsTooFew_ = me_ == 0 && std::any_of(introductions.begin(), introductions.end(),
                                           [&](const auto& one) { return one.groupSize > size_; });
@@ -262,7 +264,7 @@ Locality Rendezvous::agreeOnNodes(const std::vector<Introduction>& introductions
     auto values = noted([&] { return collect(kNodes, Deadline::after(clock_, timeout_)); });
     unseal(kNodes, values);
     for (Rank rank = 0; rank < size_; ++rank) {
-      reports.push_back(parseProbeReport(values[rank], rank, size_));
+      reports.push_back(parseProbeReport(values[rank], jobRank(rank), size_));
     }
   }
   Locality result = decideLocality(introductions, reports, me_);
@@ -288,7 +290,7 @@ void Rendezvous::publish(const char* what, std::span<const std::byte> blob) {
 void Rendezvous::unseal(const char* what, std::vector<Store::Value>& values) const {
   std::map<Seal::Verdict, std::vector<Rank>> found;
   for (Rank rank = 0; rank < size_; ++rank) {
-    found[seal_.open(key(what, epoch_, rank), values[rank])].push_back(rank);
+    found[seal_.open(key(what, epoch_, rank), values[rank])].push_back(jobRank(rank));
   }
   std::string wrong;
   for (const auto& [verdict, ranks] : found) {
@@ -303,7 +305,7 @@ void Rendezvous::unseal(const char* what, std::vector<Store::Value>& values) con
   raise(ErrorKind::Mismatch,
         "SMDDP_JOB_TOKEN is {} on rank {} of group {}, but {}. Give all ranks of the job the same "
         "one; if they have it, somebody else has written into the store",
-        seal_.isEmpty() ? "not set" : "set", me_, group_, wrong);
+        seal_.isEmpty() ? "not set" : "set", jobRank(me_), group_, wrong);
 }
 
 // Asks again and again instead of waiting in the store, whose clients write a warning whenever a wait takes too long.
@@ -409,7 +411,7 @@ void Rendezvous::compareWithFirst() {
   const Introduction& mine = *std::exchange(mine_, nullptr);
   // When all have come, unseal() says who has which token.
   if (seal_.open(where, sealed) != Seal::Verdict::Good) return;
-  checkAgreement(0, parseIntroduction(sealed, 0), me_, mine);
+  checkAgreement(parseIntroduction(sealed, jobRank(0)), mine);
 }
 
 void Rendezvous::raiseMissing(const char* what) {
@@ -419,15 +421,15 @@ void Rendezvous::raiseMissing(const char* what) {
   const bool opened = epoch_ > 0 && !store_.contains(key(kClosed, epoch_));
   for (Rank rank = 0; rank < size_; ++rank) {
     if (opened || what == kNodes ? store_.contains(key(what, epoch_, rank)) : rank != 0) continue;
-    missing += fmt::format("{}{}", count++ == 0 ? "" : ", ", rank);
+    missing += fmt::format("{}{}", count++ == 0 ? "" : ", ", jobRank(rank));
   }
   // All have published, but the epoch is not closed: rank 0 did not close it.
-  if (count == 0) missing = "0";
+  if (count == 0) missing = fmt::format("{}", jobRank(0));
   raise(
       ErrorKind::Timeout,
-      "rank {} waited {:.1f} s in group {} for rank{} {} of {}: not started, stuck before init, or "
-      "stopped during it; look at their logs",
-      me_, seconds(timeout_), group_, count > 1 ? "s" : "", missing, size_);
+      "rank {} waited {:.1f} s in group {} of {} ranks for rank{} {}: not started, stuck before "
+      "init, or stopped during it; look at their logs",
+      jobRank(me_), seconds(timeout_), group_, size_, count > 1 ? "s" : "", missing);
 }
 
 std::string Rendezvous::key(const char* what, int64_t epoch) const {
@@ -442,12 +444,13 @@ Nanoseconds Rendezvous::left(const Deadline& deadline) const {
   return std::max<Nanoseconds>(0, deadline.at - clock_.now());
 }
 
-void reportTrouble(Store& store, const std::string& group, Rank me, const Seal& seal,
+void reportTrouble(Store& store, const std::string& group, Rank me, Rank jobRank, const Seal& seal,
                    const Error& error) noexcept {
   try {
     const int64_t epoch = store.add(counterOf(group), 0);
     const bool isOpen = epoch > 0 && !store.contains(keyOf(group, epoch, kClosed));
-    const auto text = fmt::format("{} cannot take part: {}", describeThisProcess(me), error.what());
+    const auto text =
+        fmt::format("{} cannot take part: {}", describeThisProcess(jobRank), error.what());
     leaveNote(store, keyOf(group, epoch, isOpen ? kTrouble : kAfter), seal,
               {me, Error(error.kind(), text)});
   } catch (const std::exception& failure) {

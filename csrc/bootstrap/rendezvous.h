@@ -60,10 +60,11 @@ class Rendezvous {
   // What a rank looks at while it waits. May throw.
   using Watch = std::function<std::vector<Loss>()>;
 
-  // The store is used during the calls below only. `timeout` bounds each of them. Throws Usage if `me` is not a rank of
-  // the group; the other ranks hear that, too.
+  // The store is used during the calls below only. `timeout` bounds each of them. `jobRanks` has by rank the number in
+  // the job, which texts have; empty: the same. Throws Usage if `me` is not a rank of the group; the other ranks hear
+  // that, too.
   Rendezvous(Store& store, std::string group, Rank me, int size, Nanoseconds timeout,
-             Seal seal = Seal(), Watch watch = {});
+             Seal seal = Seal(), Watch watch = {}, std::vector<Rank> jobRanks = {});
 
   // Returns the introductions of all ranks, by rank, after checkTrouble() and checkAgreement().
   std::vector<Introduction> exchange(const Introduction& mine);
@@ -104,6 +105,7 @@ class Rendezvous {
   std::string key(const char* what, int64_t epoch) const;
   std::string key(const char* what, int64_t epoch, Rank rank) const;
   Nanoseconds left(const Deadline& deadline) const;
+  Rank jobRank(Rank rank) const { return jobRankOf(jobRanks_, rank); }
 
   Store& store_;
   const std::string group_;
@@ -113,6 +115,7 @@ class Rendezvous {
   const Seal seal_;
   const MonotonicClock clock_;
   const Watch watch_;
+  const std::vector<Rank> jobRanks_;
   // Where a rank of the meeting before this one would leave a note; empty: there was none.
   std::string earlierNote_;
   int64_t epoch_ = 0;
@@ -124,8 +127,9 @@ class Rendezvous {
   const Introduction* mine_ = nullptr;  // until it was compared with that of rank 0
 };
 
-// For a rank that cannot even begin: the ranks that wait for it, or come later, raise `error`. Throws nothing.
-void reportTrouble(Store& store, const std::string& group, Rank me, const Seal& seal,
+// For a rank that cannot even begin: the ranks that wait for it, or come later, raise `error`, which names it by its
+// number in the job. Throws nothing.
+void reportTrouble(Store& store, const std::string& group, Rank me, Rank jobRank, const Seal& seal,
                    const Error& error) noexcept;
 
 }  // namespace smddp::bootstrap

@@ -260,7 +260,7 @@ void meet(smddp_group& joined, const char* host, uint16_t port, Rank me, int siz
   } catch (const Error& error) {
     // Not settings(), which may be what is wrong.
     const smddp::Seal seal(smddp::environment("SMDDP_JOB_TOKEN"));
-    smddp::bootstrap::reportTrouble(store, spec.name, me, seal, error);
+    smddp::bootstrap::reportTrouble(store, spec.name, me, me, seal, error);
     throw;
   }
   joined.group = joined.engine->createGroup(store, spec, joined.timeout);

@@ -84,13 +84,27 @@ const char* typeName(const FilePattern&) { return "file"; }
 const char* typeName(bool) { return "switch"; }
 const char* typeName(int64_t) { return "integer"; }
 
+template <class T>
+void read(const char* name, T& value, const Allowed& allowed, std::string& errors) {
+  const std::string text = environment(name);
+  if (text.empty()) return;
+  try {
+    parse(name, text, value, allowed);
+  } catch (const Error& error) {
+    if (!errors.empty()) errors += "; and ";
+    errors += error.what();
+  }
+}
+
+// One error names all that is wrong, so that nobody has to start a job once for each.
 Settings readSettings() {
   Settings result;
-#define SMDDP_READ(type, field, env, value, doc, ...)    \
-  if (const auto text = environment(env); !text.empty()) \
-    parse(env, text, result.field, Allowed{__VA_ARGS__});
+  std::string errors;
+#define SMDDP_READ(type, field, env, value, doc, ...) \
+  read(env, result.field, Allowed{__VA_ARGS__}, errors);
   SMDDP_SETTINGS(SMDDP_READ)
 #undef SMDDP_READ
+  if (!errors.empty()) raise(ErrorKind::Usage, "{}", errors);
   return result;
 }
 

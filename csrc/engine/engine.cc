@@ -3,6 +3,7 @@
 #include <poll.h>
 
 #include <algorithm>
+#include <span>
 #include <thread>
 #include <type_traits>
 
@@ -69,20 +70,24 @@ void awaitLifelines(Engine& engine, bootstrap::Rendezvous& meeting, Rank me,
       giveUp(Error(ErrorKind::PeerLost,
                    fmt::format("rank {} has no connection to rank {} ({}): {}; if that process "
                                "runs, name the network between the hosts in SMDDP_INTERFACE",
-                               me, unreached->rank, other, unreached->cause)));
+                               introductions[me].jobRank, introductions[unreached->rank].jobRank,
+                               other, unreached->cause)));
     }
     // A rank that has given this one up is not in the group.
     if (missing.empty()) return meeting.checkNotes();
     if (deadline.passed(process.clock())) {
       const Rank first = missing.front();
-      missing.erase(missing.begin());
+      std::vector<Rank> others;
+      for (const Rank rank : std::span(missing).subspan(1)) {
+        others.push_back(introductions[rank].jobRank);
+      }
       giveUp(
           Error(ErrorKind::Timeout,
                 fmt::format("rank {} waited {:.1f} s for a connection to {}{}: stopped, busy, or "
                             "behind a firewall; look at their logs, or raise the timeout",
-                            me, static_cast<double>(timeout) * 1e-9,
-                            bootstrap::describe(first, introductions[first]),
-                            missing.empty() ? "" : " and " + bootstrap::listRanks(missing))));
+                            introductions[me].jobRank, static_cast<double>(timeout) * 1e-9,
+                            bootstrap::describe(introductions[first]),
+                            others.empty() ? "" : " and " + bootstrap::listRanks(others))));
     }
     checkInterrupt();
     if (nextNotes.passed(process.clock())) {
@@ -234,7 +239,7 @@ std::shared_ptr<Group> Engine::meet(bootstrap::Store& store, const Group::Spec& 
   try {
     begun = beginGroup(spec);
   } catch (const Error& error) {
-    bootstrap::reportTrouble(store, spec.name, spec.me, seal, error);
+    bootstrap::reportTrouble(store, spec.name, spec.me, bootstrap::jobRankOf(spec.jobRanks, spec.me), seal, error);
     throw;
   }
   const std::shared_ptr<Group>& group = begun.first;
@@ -243,7 +248,8 @@ std::shared_ptr<Group> Engine::meet(bootstrap::Store& store, const Group::Spec& 
     checkInterrupt();
     return lostOf(known);
   };
-  bootstrap::Rendezvous rendezvous(store, spec.name, spec.me, spec.size, timeout, seal, watch);
+  bootstrap::Rendezvous rendezvous(store, spec.name, spec.me, spec.size, timeout, seal, watch,
+                                   spec.jobRanks);
   auto introductions = rendezvous.exchange(mine);
   const auto probe = [this](const bootstrap::Introduction& other, std::string* why) {
     return process_->tryMap(other, why);
@@ -269,7 +275,8 @@ std::shared_ptr<Group> Engine::meet(bootstrap::Store& store, const Group::Spec& 
       mine.trouble = trouble->what();
       mine.troubleKind = trouble->kind();
     });
-    second.emplace(store, spec.name + ".fabric", spec.me, spec.size, timeout, seal, watch);
+    second.emplace(store, spec.name + ".fabric", spec.me, spec.size, timeout, seal, watch,
+                   spec.jobRanks);
     second->follow(rendezvous);
     introductions = second->exchange(mine);
   }
@@ -290,7 +297,7 @@ std::shared_ptr<Group> Engine::meet(bootstrap::Store& store, const Group::Spec& 
   } catch (...) {
     second->tell(Error(ErrorKind::Aborted,
                        fmt::format("{} was interrupted by a signal",
-                                   bootstrap::describe(spec.me, introductions[spec.me]))));
+                                   bootstrap::describe(introductions[spec.me]))));
     destroyGroup(group);
     throw;
   }

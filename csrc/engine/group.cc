@@ -84,23 +84,8 @@ void requireSameAlgorithms(const std::vector<bootstrap::Introduction>& introduct
           "{} and {} would choose different algorithms: the group must be made with the same "
           "GroupOptions (algorithm and wire), and the files that SMDDP_TUNING_FILE names there "
           "must have the same rows",
-          bootstrap::describe(0, introductions.front()),
-          bootstrap::describe(static_cast<Rank>(rank), introductions[rank]));
+          bootstrap::describe(introductions.front()), bootstrap::describe(introductions[rank]));
   }
-}
-
-// The numbers come from other processes. Two that are equal would hide one rank.
-std::vector<Rank> jobRanksOf(const std::vector<GroupEntry>& entries) {
-  std::vector<Rank> ranks;
-  std::set<int64_t> different;
-  for (const GroupEntry& entry : entries) {
-    if (entry.jobRank < 0 || entry.jobRank > std::numeric_limits<Rank>::max() ||
-        !different.insert(entry.jobRank).second) {
-      return {};
-    }
-    ranks.push_back(static_cast<Rank>(entry.jobRank));
-  }
-  return ranks;
 }
 
 }  // namespace
@@ -121,7 +106,6 @@ Group::Group(Process& process, Spec spec)
 
 std::vector<std::byte> Group::makeEntry() {
   GroupEntry entry = team_.lease();
-  entry.jobRank = spec_.jobRank;
   entry.algorithmDigest = collectives::tuningFromSettings().digest(
       fmt::format("{};{}", spec_.options.algorithm, toString(wire_)));
   return entry.encode();
@@ -141,7 +125,7 @@ void Group::join(const std::vector<bootstrap::Introduction>& introductions,
     const Error cause(
         known ? known->kind() : ErrorKind::Resource,
         fmt::format("rank {} cannot join group \"{}\": {}",
-                    spec_.jobRank < 0 ? spec_.me : spec_.jobRank, spec_.name, error.what()));
+                    bootstrap::jobRankOf(spec_.jobRanks, spec_.me), spec_.name, error.what()));
     team_.publishBreak({1, cause});
     throw cause;
   }
@@ -155,7 +139,7 @@ void Group::joinAll(const std::vector<bootstrap::Introduction>& introductions,
                         .group = entries.front().groupId,
                         .topology = plan::Topology::fromNames(nodeOfRank, spec_.me),
                         .peers = {},
-                        .jobRanks = jobRanksOf(entries),
+                        .jobRanks = spec_.jobRanks,
                         .self = Peer::describe(introductions[spec_.me])};
   const plan::Topology& nodes = membership.topology;
   // Once, for the first group, which is that of all ranks: the layouts of smaller ones are rarely measured.
@@ -188,9 +172,10 @@ void Group::joinAll(const std::vector<bootstrap::Introduction>& introductions,
 
 bootstrap::Introduction Group::introductionOf(Rank rank, std::vector<std::byte> group) const {
   const Peer* peer = membership_->peers[rank];
-  if (peer == nullptr) return process_.introduce(std::move(group));
-  bootstrap::Introduction introduction = peer->introduction;
+  bootstrap::Introduction introduction =
+      peer == nullptr ? process_.introduce({}) : peer->introduction;
   introduction.group = std::move(group);
+  introduction.jobRank = jobRank(rank);
   return introduction;
 }
 

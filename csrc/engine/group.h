@@ -50,7 +50,7 @@ class Group final {
     Rank me = 0;
     int size = 1;
     GroupOptions options = {};
-    Rank jobRank = -1;  // this rank's number in the job (Membership::jobRanks); -1: the same
+    std::vector<Rank> jobRanks = {};  // by rank: its number in the job, for texts; empty: the same
     // Callbacks of futures make its calls. Its errors say so.
     bool ofCallbacks = false;
   };

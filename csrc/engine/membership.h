@@ -25,7 +25,6 @@ struct GroupEntry {
   uint64_t regionBytes = 0;
   uint64_t groupId = 0;          // rank 0's is the group's
   uint64_t algorithmDigest = 0;  // of what overrules the built-in table of algorithms
-  int64_t jobRank = -1;          // see Membership::jobRanks; -1: its rank in the group
 
   std::vector<std::byte> encode() const;
   // Throws Transport when the bytes are no entry.
@@ -59,10 +58,7 @@ struct Membership {
   }
 
   // In each text for users; also of a number that is no rank.
-  Rank jobRank(Rank rank) const {
-    const auto index = static_cast<size_t>(rank);
-    return index < jobRanks.size() ? jobRanks[index] : rank;
-  }
+  Rank jobRank(Rank rank) const { return bootstrap::jobRankOf(jobRanks, rank); }
   // Whether the group's ranks have other numbers in the job.
   bool isPart() const;
   // "3" with the number in the job; "0, 3".

@@ -174,15 +174,18 @@ class Exchange {
 void agreeOnMembers(Engine& engine, const std::shared_ptr<Group>& parent,
                     const std::vector<Rank>& members, Nanoseconds timeout) {
   const Rank me = parent->spec().me;
-  const MemberList mine = listOf(members);
+  // Objections have the numbers of the job, as all texts.
+  std::vector<Rank> named;
+  for (const Rank rank : members) named.push_back(parent->jobRank(rank));
+  const MemberList mine = listOf(named);
   const auto lists = gather(engine, parent, mine, timeout);
   Text<400> objection{};
   const bool isMember = std::find(members.begin(), members.end(), me) != members.end();
   for (const Rank rank : isMember ? members : std::vector<Rank>{}) {
     const MemberList& theirs = lists[static_cast<size_t>(rank)];
     if (theirs.digest == mine.digest) continue;
-    objection = padded<400>(fmt::format("{} on rank {}, {} on rank {}", unpadded(mine.shown), me,
-                                        unpadded(theirs.shown), rank));
+    objection = padded<400>(fmt::format("{} on rank {}, {} on rank {}", unpadded(mine.shown), parent->jobRank(me),
+                                        unpadded(theirs.shown), parent->jobRank(rank)));
     break;
   }
   // Only some ranks may have found the difference; all must throw.
@@ -197,8 +200,10 @@ void agreeOnMembers(Engine& engine, const std::shared_ptr<Group>& parent,
 }
 
 std::shared_ptr<Group> splitGroup(Engine& engine, const std::shared_ptr<Group>& parent,
-                                  const Group::Spec& spec, const std::vector<Rank>& members,
+                                  Group::Spec spec, const std::vector<Rank>& members,
                                   Nanoseconds timeout) {
+  spec.jobRanks.clear();
+  for (const Rank rank : members) spec.jobRanks.push_back(parent->jobRank(rank));
   Exchange exchange(engine, parent, members, spec.me, timeout);
   std::shared_ptr<Group> group;
   std::vector<std::byte> mine = GroupEntry{}.encode();
@@ -208,7 +213,8 @@ std::shared_ptr<Group> splitGroup(Engine& engine, const std::shared_ptr<Group>& 
     mine = introduction.group;
   });
   if (!group) {
-    begun.text = padded<400>(fmt::format("rank {} cannot join group \"{}\": {}", spec.me, spec.name,
+    begun.text = padded<400>(fmt::format("rank {} cannot join group \"{}\": {}",
+                                         bootstrap::jobRankOf(spec.jobRanks, spec.me), spec.name,
                                          unpadded(begun.text)));
   }
   const auto entries = exchange.run(begun, mine);

@@ -17,7 +17,7 @@ void agreeOnMembers(Engine& engine, const std::shared_ptr<Group>& parent,
 // each to the first of them, and two back. All members call this with the same list, and make such calls in the same
 // order. If one of them cannot join, all throw why.
 std::shared_ptr<Group> splitGroup(Engine& engine, const std::shared_ptr<Group>& parent,
-                                  const Group::Spec& spec, const std::vector<Rank>& members,
+                                  Group::Spec spec, const std::vector<Rank>& members,
                                   Nanoseconds timeout);
 
 }  // namespace smddp::engine

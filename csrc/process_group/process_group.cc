@@ -47,21 +47,21 @@ bool isWorld(const ProcessGroup::Creation& creation) {
   return creation.ranksOfWorld.empty() && (name == "default_pg" || name.empty() || name == "0");
 }
 
+// By rank: its number in the job.
+std::vector<Rank> jobRanksOf(const ProcessGroup::Creation& creation) {
+  return {creation.ranksOfWorld.begin(), creation.ranksOfWorld.end()};
+}
+
 // The engine for a new group. If there is none, the other ranks hear why.
 std::shared_ptr<engine::Engine> engineFor(const ProcessGroup::Creation& creation) {
   if (isWorld(creation)) setLogRank(creation.rank);
   try {
     return engine::sharedEngine();
   } catch (const Error& error) {
-    reportTrouble(creation.store, creation.name, creation.rank, error);
+    reportTrouble(creation.store, creation.name, creation.rank,
+                  bootstrap::jobRankOf(jobRanksOf(creation), creation.rank), error);
     throwAsTorch(error);
   }
-}
-
-// This rank's number in the job. -1: that in the group; also if it is none of its ranks, which the engine reports.
-Rank jobRankOf(const ProcessGroup::Creation& creation) {
-  const auto index = static_cast<size_t>(creation.rank);
-  return index < creation.ranksOfWorld.size() ? creation.ranksOfWorld[index] : -1;
 }
 
 // The ranks of a new group in the default group. Empty if that is not one of ours, or does not have all of them.
@@ -81,13 +81,13 @@ engine::Engine::KnownMembers knownMembersOf(const ProcessGroup::Creation& creati
 }  // namespace
 
 void reportTrouble(const intrusive_ptr<c10d::Store>& store, const std::string& name, int rank,
-                   const Error& error) {
+                   int jobRank, const Error& error) {
   // A courtesy to the others.
   constexpr Nanoseconds kPatience = 5'000'000'000;
   StoreAdapter adapter(store, kPatience);
   // Not settings(), which may be what is wrong.
   const Seal seal(environment("SMDDP_JOB_TOKEN"));
-  bootstrap::reportTrouble(adapter, name, rank, seal, error);
+  bootstrap::reportTrouble(adapter, name, rank, jobRank, seal, error);
 }
 
 std::shared_ptr<engine::Engine> sharedEngine() {
@@ -109,7 +109,7 @@ ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls
   translated([&] {
     group_ = engine_->createGroup(
         adapter,
-        {creation.name, creation.rank, creation.size, creation.options, jobRankOf(creation)},
+        {creation.name, creation.rank, creation.size, creation.options, jobRanksOf(creation)},
         effectiveTimeout(creation.timeout), knownMembersOf(creation));
     engine::chooseWire(*engine_, group_, effectiveTimeout(creation.timeout));
   });
@@ -279,7 +279,7 @@ std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> ProcessGrou
   if (me == members.end()) return {nullptr, timeout};
   const engine::Group::Spec spec{
       options ? options->group_name : "", static_cast<Rank>(me - members.begin()),
-      static_cast<int>(members.size()), parent->spec().options, parent->jobRank(getRank())};
+      static_cast<int>(members.size()), parent->spec().options};
   auto child = translated([&] {
     auto split = engine::splitGroup(*engine_, parent, spec, members, effectiveTimeout(timeout));
     engine::chooseWire(*engine_, split, effectiveTimeout(timeout));

@@ -30,9 +30,9 @@ namespace smddp::process_group {
 // engine::sharedEngine(), whose errors are thrown as torch's.
 std::shared_ptr<engine::Engine> sharedEngine();
 
-// Tells the other ranks of a group why this one does not come. Throws nothing.
+// Tells the other ranks of a group why this one does not come; `jobRank` is its number in the job. Throws nothing.
 void reportTrouble(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank,
-                   const Error& error);
+                   int jobRank, const Error& error);
 
 class ProcessGroup : public c10d::Backend {
  public:

@@ -81,6 +81,13 @@ def test_the_tool_names_a_value_that_does_not_parse() -> None:
     assert "SMDDP_FABRIC_WINDOW=many is not a whole number" in done.stderr
 
 
+def test_all_values_that_do_not_parse_are_named() -> None:
+    done = tool(SMDDP_FABRIC_WINDOW="many", SMDDP_LOG="loud", SMDDP_FABRIC_RMA="perhaps")
+    assert done.returncode == 1
+    for given in ("SMDDP_FABRIC_WINDOW=many", "SMDDP_LOG=loud", "SMDDP_FABRIC_RMA=perhaps"):
+        assert given in done.stderr
+
+
 @pytest.mark.parametrize("module", ["smddp.env", "smddp.plan"])
 def test_a_reader_who_leaves_early_is_no_trouble(module: str) -> None:
     arguments = ["list"] if module == "smddp.plan" else []

@@ -29,6 +29,12 @@ Introduction example() {
   return result;
 }
 
+// The introductions of ranks 0, 1, … of the job.
+std::vector<Introduction> numbered(std::vector<Introduction> introductions) {
+  for (size_t i = 0; i < introductions.size(); ++i) introductions[i].jobRank = static_cast<Rank>(i);
+  return introductions;
+}
+
 // Returns the text of the error that `call` throws; the error must have this kind.
 template <typename Call>
 std::string errorOf(ErrorKind kind, const Call& call) {
@@ -47,6 +53,7 @@ TEST(Introduction, SurvivesTheStore) {
   before.groupSize = 12;
   const Introduction after = parseIntroduction(serialise(before), 3);
   EXPECT_EQ(after.groupSize, 12);
+  EXPECT_EQ(after.jobRank, 3);
   EXPECT_EQ(after.libraryVersion, SMDDP_VERSION);
   EXPECT_EQ(after.host, before.host);
   EXPECT_EQ(after.pid, ::getpid());
@@ -118,7 +125,7 @@ TEST(Agreement, EqualSettingsAgree) {
 TEST(Agreement, TwoRanksAreNotOneProcess) {
   const Introduction twice = example();
   const auto text = errorOf(ErrorKind::Mismatch, [&] {
-    checkAgreement({example(), twice, example(), twice});
+    checkAgreement(numbered({example(), twice, example(), twice}));
   });
   EXPECT_THAT(text, HasSubstr("rank 1 ("));
   EXPECT_THAT(text, HasSubstr("rank 3 ("));
@@ -129,7 +136,7 @@ TEST(Agreement, SettingsThatMayDifferDoNotCount) {
   settings.log = "debug";
   settings.interface = "eth7";
   settings.simd = "scalar";
-  EXPECT_NO_THROW(checkAgreement({example(), introduceThisProcess(settings, randomProcessId())}));
+  EXPECT_NO_THROW(checkAgreement(numbered({example(), introduceThisProcess(settings, randomProcessId())})));
 }
 
 TEST(Agreement, DifferenceNamesTheRanksAndTheirValues) {
@@ -138,7 +145,7 @@ TEST(Agreement, DifferenceNamesTheRanksAndTheirValues) {
   settings.algorithm = "allreduce=ring";
   const auto other = introduceThisProcess(settings, randomProcessId());
   const auto text = errorOf(ErrorKind::Mismatch, [&] {
-    checkAgreement({example(), example(), other, example(), other, other});
+    checkAgreement(numbered({example(), example(), other, example(), other, other}));
   });
   EXPECT_THAT(text, HasSubstr("rank 0 ("));
   EXPECT_THAT(text, HasSubstr("rank 2 ("));
@@ -164,9 +171,9 @@ TEST(Agreement, EachSettingThatPlansDependOnCounts) {
     Settings settings;
     changes[i](settings);
     const auto other = introduceThisProcess(settings, randomProcessId());
-    EXPECT_THROW(checkAgreement({example(), other}), Error) << i;
+    EXPECT_THROW(checkAgreement(numbered({example(), other})), Error) << i;
     const auto same = introduceThisProcess(settings, randomProcessId());
-    EXPECT_NO_THROW(checkAgreement({other, same})) << i;
+    EXPECT_NO_THROW(checkAgreement(numbered({other, same}))) << i;
   }
 }
 
@@ -175,7 +182,7 @@ TEST(Agreement, AnotherLibraryVersionIsADifference) {
   other.libraryVersion = "0.0.1";
   EXPECT_THAT(errorOf(ErrorKind::Mismatch,
                       [&] {
-                        checkAgreement({example(), other});
+                        checkAgreement(numbered({example(), other}));
                       }),
               HasSubstr("0.0.1"));
 }

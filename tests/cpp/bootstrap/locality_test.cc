@@ -17,6 +17,7 @@ using testing::HasSubstr;
 std::vector<Introduction> ranks(const std::vector<std::string>& nodeNames) {
   std::vector<Introduction> result(nodeNames.size());
   for (size_t i = 0; i < nodeNames.size(); ++i) {
+    result[i].jobRank = static_cast<Rank>(i);
     result[i].host = "host" + std::to_string(i);
     result[i].nodeName = nodeNames[i];
     result[i].processId.fill(static_cast<std::byte>(i + 1));

@@ -158,7 +158,7 @@ TEST(Rendezvous, ACompleteMeetingOfEarlierProcessesIsNotMistakenForThis) {
   runRanks(firstRanks(3), [&](Rank me) { meet(store, me, 3, "before"); });
   // The store has all keys that ranks 1 and 2 read, but from another life of rank 0.
   const auto errors = runRanks({1, 2}, [&](Rank me) { meet(store, me, 3, "now", kShort); });
-  EXPECT_THAT(errors, Each(HasSubstr("for rank 0 of 3")));
+  EXPECT_THAT(errors, Each(HasSubstr("of 3 ranks for rank 0:")));
 }
 
 TEST(Rendezvous, MissingRanksAreNamedByAll) {
@@ -170,15 +170,31 @@ TEST(Rendezvous, MissingRanksAreNamedByAll) {
     meet(store, me, 6, "now", me == 0 ? 10 * kShort : 30 * kShort);
   });
   for (const auto& text : errors) {
-    EXPECT_THAT(text, HasSubstr("for ranks 2, 4 of 6"));
+    EXPECT_THAT(text, HasSubstr("of 6 ranks for ranks 2, 4:"));
     EXPECT_THAT(text, HasSubstr("group g"));
   }
+}
+
+TEST(Rendezvous, RanksAreNamedByTheirNumbersInTheJob) {
+  LocalStore store;
+  const auto meetAs = [&](Rank me, const std::string& settings) {
+    Introduction mine = introduce(me, "first");
+    mine.settings = settings;
+    Rendezvous(store, "g", me, 3, 20 * kShort, Seal(), {}, {2, 5, 7}).exchange(mine);
+  };
+  const auto missing = runRanks({0, 2}, [&](Rank me) { meetAs(me, ""); });
+  EXPECT_THAT(missing[0], HasSubstr("rank 2 waited 2.0 s in group g of 3 ranks for rank 5:"));
+  EXPECT_THAT(missing[1], HasSubstr("rank 7 waited 2.0 s in group g of 3 ranks for rank 5:"));
+  const auto different = runRanks(
+      firstRanks(3), [&](Rank me) { meetAs(me, me == 1 ? "SMDDP_CHUNK_BYTES=1\n" : ""); });
+  EXPECT_THAT(different, Each(AllOf(HasSubstr("rank 2 ("), HasSubstr("rank 5 ("),
+                                    HasSubstr("on ranks 2, 7 and 1 on rank 5"))));
 }
 
 TEST(Rendezvous, MissingRankZeroIsNamed) {
   LocalStore store;
   const auto errors = runRanks({1, 2}, [&](Rank me) { meet(store, me, 3, "now", kShort); });
-  EXPECT_THAT(errors, Each(HasSubstr("for rank 0 of 3")));
+  EXPECT_THAT(errors, Each(HasSubstr("of 3 ranks for rank 0:")));
 }
 
 TEST(Rendezvous, GroupsDoNotSeeOneAnother) {
@@ -317,8 +333,8 @@ TEST(AgreeOnNodes, ARankThatDiesBetweenTheRoundsIsNamed) {
     if (me == 2) return;
     rendezvous.agreeOnNodes(all, [](const Introduction&, std::string*) { return true; });
   });
-  EXPECT_THAT(errors[0], HasSubstr("for rank 2 of 3"));
-  EXPECT_THAT(errors[1], HasSubstr("for rank 2 of 3"));
+  EXPECT_THAT(errors[0], HasSubstr("of 3 ranks for rank 2:"));
+  EXPECT_THAT(errors[1], HasSubstr("of 3 ranks for rank 2:"));
 }
 
 TEST(Rendezvous, TheTroubleOfOneIsRaisedByAll) {
@@ -459,7 +475,8 @@ TEST(Rendezvous, ARankThatCannotBeginTellsThoseWhoComeLater) {
   for (const Rank troubled : {0, 1, 7}) {
     LocalStore store;
     meet(store, 0, 1, "an earlier meeting");
-    reportTrouble(store, "g", troubled, Seal(), Error(ErrorKind::Usage, "a setting is wrong"));
+    reportTrouble(store, "g", troubled, troubled, Seal(),
+                  Error(ErrorKind::Usage, "a setting is wrong"));
     std::vector<Rank> others = firstRanks(3);
     std::erase(others, troubled);
     const auto errors = runRanks(others, [&](Rank me) { meet(store, me, 3, "first"); });
