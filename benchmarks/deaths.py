@@ -235,7 +235,8 @@ def trial(how: str, layout: str, backend: str) -> Trial:
         for rank in range(count - 1):
             file = folder / f"error{rank}"
             text = file.read_text() if file.exists() else ""
-            late.append(1e3 * (float(text.split()[0]) - killed_at) if text else None)
+            came = text and killed_at  # else the rank failed before another one was killed
+            late.append(1e3 * (float(text.split()[0]) - killed_at) if came else None)
         named = [
             "Error" in logs[rank]
             and (f"rank {count - 1} (pid {pid}" in logs[rank] if backend == "smddp" else True)
