@@ -37,7 +37,7 @@ from typing import Any, cast
 
 import numpy as np
 
-import smddp_launch
+from smddp.launch import environment, rendezvous
 
 __all__ = [
     "AbortedError",
@@ -763,15 +763,15 @@ def init(
         ValueError, TypeError: the arguments or the environment make no sense.
         Error: the ranks have not come, or cannot work together.
     """
-    smddp_launch.complete_from_launcher()
-    smddp_launch.print_lines_at_once()
+    environment.complete_from_launcher()
+    environment.print_lines_at_once()
     size = _variable("WORLD_SIZE", 1) if size is None else size
     rank = _variable("RANK", 0) if rank is None else rank
     whole = _whole(rank, "a rank"), _whole(size, "a number of ranks")
     seconds = _number(timeout, "a timeout")
     if host is None:
-        if not smddp_launch.complete_rendezvous():
-            raise ValueError(f"smddp: {smddp_launch.UNKNOWN_HOST}")
+        if not rendezvous.complete_rendezvous():
+            raise ValueError(f"smddp: {rendezvous.UNKNOWN_HOST}")
         host = os.environ["MASTER_ADDR"]
     if port is None:
         name = f"{host}:{os.environ.get('MASTER_PORT', '')}"

@@ -48,7 +48,7 @@ TIMEOUT = 120.0
 
 def _compile() -> None:
     """Writes the bytecode of smddp's modules, as an installation does."""
-    for name in ("smddp", "smddp_launch", "smddp_registration"):
+    for name in ("smddp", "smddp.launch", "smddp._registration"):
         spec = importlib.util.find_spec(name)
         assert spec is not None
         assert spec.origin is not None

@@ -31,12 +31,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smddp import _load, env
+from smddp import env
 from smddp._command import run
 from smddp._local_ranks import leaving_at_signals, python_command, reserved_port, start_ranks
 from smddp._meeting import Dial, Meeting, dial_all
 from smddp._spans import plural
-from smddp_launch import UNKNOWN_HOST, complete_from_launcher, complete_rendezvous
+from smddp.launch.environment import complete_from_launcher
+from smddp.launch.rendezvous import UNKNOWN_HOST, complete_rendezvous
+from smddp.torch import _load
 
 __all__ = [
     "CARDS",

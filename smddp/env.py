@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smddp import _files, _load
+from smddp import _files
 from smddp._command import run
+from smddp.torch import _load
 
 if TYPE_CHECKING:
-    from smddp._C import Setting
+    from smddp.torch._C import Setting
 
 __all__ = ["BEGIN", "END", "insert", "markdown", "misspelt", "settings"]
 

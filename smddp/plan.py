@@ -18,9 +18,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smddp import _files, _load, plan_drawing
+from smddp import _files, plan_drawing
 from smddp._command import ending_at_once, run
-from smddp_launch import sizes_of_nodes
+from smddp.launch.layout import sizes_of_nodes
+from smddp.torch import _load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

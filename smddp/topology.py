@@ -26,11 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smddp import _files, _load, topology_drawing
+from smddp import _files, topology_drawing
 from smddp._command import run
 from smddp._spans import plural, spans
 from smddp.doctor import CARDS, Finding, identity, is_job, join_job, make_group
 from smddp.libfabric_providers import providers
+from smddp.torch import _load
 
 __all__ = ["Card", "Gpu", "Host", "Interface", "NumaNode", "look", "main"]
 

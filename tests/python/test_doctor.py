@@ -21,7 +21,8 @@ import interpreters
 import programs
 import pytest
 
-from smddp import _C, _local_ranks, doctor
+from smddp import _local_ranks, doctor
+from smddp.torch import _C
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from smddp import _load, plan
+from smddp import plan
+from smddp.torch import _load
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from xml.etree import ElementTree
 import pytest
 from ranks import ROOT
 
-from smddp import _load, plan
+from smddp import plan
 from smddp.plan_steps import Job, Number, read
+from smddp.torch import _load
 
 _VOID = {"meta", "input"}
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")

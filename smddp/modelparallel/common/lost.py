@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from smddp.errors import AbortedError
+from smddp.torch.errors import AbortedError
 from smddp_smp.errors import SMPPeerError
 
 __all__ = ["as_smp_error", "loss", "smp_errors", "tells_of_loss"]

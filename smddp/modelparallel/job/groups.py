@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from smddp import _C
-from smddp.backend import backend_of
 from smddp.modelparallel.job.collectives import Collectives
+from smddp.torch import _C
+from smddp.torch.backend import backend_of
 from smddp_smp.topology import Topology
 
 __all__ = ["Groups", "ShardingGroups", "timeout_of"]

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
+from smddp.launch.environment import complete_from_launcher
+from smddp.launch.rendezvous import UNKNOWN_HOST, complete_rendezvous
 from smddp.modelparallel.job.groups import Groups
 from smddp.modelparallel.job.meeting import decided
 from smddp.modelparallel.job.state import state
-from smddp_launch import UNKNOWN_HOST, complete_from_launcher, complete_rendezvous
 from smddp_smp.config import Configuration, compare, configure, port_of, warn_of_second
 from smddp_smp.errors import SMPConfigurationError, SMPError, SMPInitializationError
 from smddp_smp.failure import summary
@@ -202,7 +203,7 @@ def _bring_up(cfg: Configuration, rank: int, size: int) -> None:
     if backend == "nccl":
         backend = "cpu:gloo,cuda:nccl"
     elif backend == "smddp":
-        import smddp  # noqa: F401  registers the backend
+        from smddp.torch import functions  # noqa: F401  registers the backend
     dist.init_process_group(backend, store=_unused.pop(), rank=rank, world_size=size)
     if torch.accelerator.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))

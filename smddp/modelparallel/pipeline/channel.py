@@ -29,10 +29,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from smddp import _C
-from smddp.backend import backend_of
 from smddp.modelparallel.pipeline.pickling import dumps
 from smddp.modelparallel.pipeline.protocol import Kind, Message
+from smddp.torch import _C
+from smddp.torch.backend import backend_of
 from smddp_smp.failure import summary
 
 __all__ = ["Arrival", "Channel", "Ended"]

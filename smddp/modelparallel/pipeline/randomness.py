@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from smddp import _C
 from smddp.modelparallel.common.random_state import RandomState, module_that_draws
+from smddp.torch import _C
 
 __all__ = ["draw_seed", "may_draw", "mix", "seed_all", "seeded"]
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import smddp  # noqa: F401, registers the backend
-from smddp_launch import complete_environment, complete_from_launcher
-from smddp_registration import BACKEND_NAME
+from smddp._registration import BACKEND_NAME
+from smddp.launch.environment import complete_environment, complete_from_launcher
+from smddp.torch import functions  # noqa: F401, registers the backend
 
 __all__ = [
     "DistributedDataParallel",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smddp_launch import main
+from smddp.launch.cli import main
 
 __all__ = ["main"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smddp_registration import names_smddp
+from smddp._registration import names_smddp
 
 __all__ = ["check_lists_of_split_group"]
 

@@ -29,7 +29,7 @@ def keep_order_of_callbacks(module: Any) -> None:
     the process group of it. Futures of others are passed on unchanged.
 
     Args:
-        module: the compiled module, `smddp._C`.
+        module: the compiled module, `smddp.torch._C`.
     """
     from torch._C._distributed_c10d import Work
 

@@ -1,6 +1,6 @@
 """The one place where backend "smddp" is registered with torch.distributed.
 
-`import torch` runs it wherever smddp is installed, so it imports nothing of the package smddp.
+`import torch` runs it wherever smddp is installed, so it imports little.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from smddp_launch import instead_of, is_bare_rank, prepare_rendezvous, print_lines_at_once
+from smddp.launch.environment import instead_of, is_bare_rank, print_lines_at_once
 
-__all__ = ["BACKEND_NAME", "leave_groups", "names_smddp", "register_backend"]
+__all__ = ["BACKEND_NAME", "can_wait", "leave_groups", "names_smddp", "register_backend"]
 
 BACKEND_NAME = "smddp"
 
@@ -53,6 +53,23 @@ def register_backend(create: Callable[[Any, Any], Any]) -> None:
         _change_groups(dist, replaced)
 
 
+def can_wait() -> bool:
+    """Returns whether the backend need not be registered before a script names it.
+
+    From 2.14 on torch calls the entry point `register` then, also where it loads no backend when it
+    is imported. But a rank of mpirun, srun or smddprun, and SMDDP_INSTEAD_OF, need more than that.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    if is_bare_rank() or any(map(os.environ.get, ("SMDDPRUN", "SMDDP_INSTEAD_OF"))):
+        return False
+    try:
+        release = version("torch").split(".")
+    except PackageNotFoundError:
+        return True
+    return [int(number) for number in release[:2]] >= [2, 14]
+
+
 # SMDDP_INSTEAD_OF when torch was imported.
 _replaced = ""
 
@@ -80,7 +97,7 @@ def leave_groups() -> None:
             f"smddp: SMDDP_INSTEAD_OF={late} was set after `import torch`, and had no effect: set "
             "it before, for instance where the job is started\n"
         )
-    backend = sys.modules.get("smddp.backend")
+    backend = sys.modules.get("smddp.torch.backend")
     if backend is not None:
         backend.leave_at_exit()
 
@@ -139,6 +156,8 @@ def _change_init_process_group(dist: Any, replaced: str) -> None:
                 given |= {"backend": backend, "pg_options": None}
                 args, kwargs = bound.args, bound.kwargs
             if names_smddp(given.get("backend")) and _reads_environment(given):
+                from smddp.launch.rendezvous import prepare_rendezvous
+
                 prepare_rendezvous(given.get("rank", -1), given.get("world_size", -1))
         result = original(*args, **kwargs)
         if asked is not None:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from smddp._callbacks import keep_order_of_callbacks
-from smddp._split import check_lists_of_split_group
-from smddp_launch import complete_environment
-from smddp_registration import BACKEND_NAME
+from smddp._registration import BACKEND_NAME
+from smddp.launch.environment import complete_environment
+from smddp.torch._callbacks import keep_order_of_callbacks
+from smddp.torch._split import check_lists_of_split_group
 
 if TYPE_CHECKING:
-    from smddp._C import ProcessGroup
+    from smddp.torch._C import ProcessGroup
 
 __all__ = ["GroupOptions", "backend_of", "create_process_group"]
 
@@ -78,7 +78,7 @@ class GroupOptions:
 def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
     """Creates one rank of a group; c10d calls it in init_process_group() and new_group()."""
     global _user
-    from smddp import _load
+    from smddp.torch import _load
 
     module = _load.load()
     store, rank, size = options.store, options.group_rank, options.group_size
@@ -169,7 +169,7 @@ def _gpu_support() -> tuple[str, Any, Any, str] | None:
     NCCL (None without NCCL) and the path of the CUDA part. This asks the driver's management
     library, so it does not initialise CUDA.
     """
-    from smddp import _load
+    from smddp.torch import _load
 
     if torch.cuda.device_count() == 0:
         return None
@@ -225,7 +225,7 @@ _user: tuple[int, Any] | None = None  # the process that has made groups, and th
 
 
 def leave_at_exit() -> None:
-    """Leaves all groups when the interpreter ends; smddp_registration calls it.
+    """Leaves all groups when the interpreter ends; smddp._registration calls it.
 
     So other ranks see that this rank left, even if the script did not call destroy_process_group().
     """

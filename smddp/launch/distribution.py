@@ -1,8 +1,7 @@
 """What the `distribution` of a SageMaker estimator asks for, for smddprun --distribution.
 
 It is checked as SageMaker's SDK checks it. Its ranks get the variables by which scripts see there
-how they were started. This module imports nothing of the package smddp, as smddp_launch, which
-every `import torch` loads, and which uses it.
+how they were started.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 # One module for each release of torch, and what they share.
-_FOLDER = Path(__file__).parent / "lib"
+_PACKAGE = Path(__file__).parents[1]
+_FOLDER = _PACKAGE / "lib"
 
 
 def _release(version: str) -> str:
@@ -42,7 +43,7 @@ def check() -> Path:
     modules = _modules()
     if not modules:
         raise ImportError(
-            f"{Path(__file__).resolve().parent} has no compiled part, as in sources that were not "
+            f"{_PACKAGE.resolve()} has no compiled part, as in sources that were not "
             "built: run Python in another folder to use an installed smddp, or build these with "
             "`make setup`."
         )
@@ -57,7 +58,7 @@ def check() -> Path:
 
 
 def load() -> Any:
-    """Returns smddp._C, after check().
+    """Returns smddp.torch._C, after check().
 
     Raises:
         ImportError: see check().
@@ -67,7 +68,7 @@ def load() -> Any:
     # handlers for fatal signals that write backtrace files, unless these variables are set.
     os.environ.setdefault("IPATH_NO_BACKTRACE", "1")
     os.environ.setdefault("HFI_NO_BACKTRACE", "1")
-    from smddp import _C, errors
+    from smddp.torch import _C, errors
 
     _C.set_error_types(errors.by_name())
     return _C

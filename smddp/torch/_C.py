@@ -4,7 +4,7 @@ import importlib.machinery
 import importlib.util
 import sys
 
-from smddp import _load
+from smddp.torch import _load
 
 _loader = importlib.machinery.ExtensionFileLoader(__name__, str(_load.check()))
 _spec = importlib.util.spec_from_file_location(__name__, _loader.path, loader=_loader)
