@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 # What the API reference describes: each public name of these modules, under the name of the module.
 DESCRIBED = [
     "smddp",
-    "smddp_numpy",
+    "smddp.numpy",
     "smdistributed.dataparallel.torch.distributed",
     "smdistributed.dataparallel.torch.parallel.distributed",
     "smdistributed.modelparallel.torch",
@@ -173,7 +173,7 @@ def test_the_site_is_complete(tmp_path: Path) -> None:
     }
     public |= {
         f"smdistributed.modelparallel.torch.{name}"
-        for name in importlib.import_module("smddp.modelparallel").__all__
+        for name in importlib.import_module("smddp.modelparallel.torch").__all__
         if name not in ELSEWHERE
     }
     missing = sorted(public - _described(site))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smddp import _files
+from smddp.tools import _files
 from smddp.torch import _load
 
 __all__ = [

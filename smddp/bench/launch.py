@@ -13,10 +13,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from smddp import _files
-from smddp._local_ranks import leaving_at_signals, python_command, reserved_port, start_ranks
 from smddp.launch import environment, rendezvous, slurm
-from smddp.plan import parse_nodes
+from smddp.tools import _files
+from smddp.tools._local_ranks import leaving_at_signals, python_command, reserved_port, start_ranks
+from smddp.tools.plan import parse_nodes
 
 __all__ = [
     "DEFAULT_RANKS",

@@ -223,7 +223,7 @@ def _parameters(given: Any) -> dict[str, Any]:
     # smp.init would raise the same in each rank. The check is a program, because this module is
     # below the package smddp, and stays as quick as it is where nobody uses smp.
     checked = subprocess.run(
-        [sys.executable, "-c", "from smddp_smp.config import main; main()"],
+        [sys.executable, "-c", "from smddp.modelparallel.core.config import main; main()"],
         env={**os.environ, "SM_HP_MP_PARAMETERS": json.dumps(found)},
         stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip

@@ -215,7 +215,7 @@ def _warn_of_misspelt_settings(module: Any) -> None:
     names = [name for name in os.environ if name.startswith("SMDDP_")]
     if names and os.environ.get("LOCAL_RANK", "0") == "0":
         # Imported only here: difflib, which suggests a name, takes long to import.
-        from smddp.env import misspelt
+        from smddp.torch._misspelt import misspelt
 
         for sentence in misspelt(os.environ, [row["name"] for row in module.settings()]):
             warnings.warn(f"smddp: {sentence}", stacklevel=2)

@@ -92,7 +92,7 @@ def statistics(group: dist.ProcessGroup | None = None) -> dict[str, AlgorithmUse
     """Returns what this rank has run on a group so far.
 
     The result has one entry for each algorithm that ran. Its key is the collective and the
-    algorithm, such as "allreduce/direct" (`python -m smddp.plan list` prints all of them). All
+    algorithm, such as "allreduce/direct" (`smddp plan list` prints all of them). All
     numbers count from the creation of the group, and for this rank only:
 
     * `calls`: operations that the algorithm ran. A call of torch.distributed is one operation,

@@ -18,7 +18,7 @@ import ranks
 import torch
 import torch.distributed as dist
 
-import smddp.env
+import smddp.tools.env
 import smddp.torch._load
 from smddp.torch import _C
 

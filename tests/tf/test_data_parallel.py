@@ -475,7 +475,7 @@ def test_errors_name_the_rank_or_the_number() -> None:
 
 
 def versions() -> None:
-    from smddp_tensorflow.versions import check
+    from smddp.tensorflow.versions import check
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from ranks import arrive, await_ranks, check_ranks, rotating
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.job.groups import timeout_of
-from smddp.modelparallel.job.state import state
-from smddp.modelparallel.pipeline.channel import Channel, Ended, _ThreadStreams
-from smddp.modelparallel.pipeline.protocol import Kind, Message
+from smddp.modelparallel.torch.job.groups import timeout_of
+from smddp.modelparallel.torch.job.state import state
+from smddp.modelparallel.torch.pipeline.channel import Channel, Ended, _ThreadStreams
+from smddp.modelparallel.torch.pipeline.protocol import Kind, Message
 from smddp.torch import _C
 
 pytestmark = pytest.mark.multiprocess
