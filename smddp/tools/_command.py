@@ -25,7 +25,8 @@ def run(main: Callable[[], int]) -> NoReturn:
     """Ends the process with what `main` returns.
 
     There is no error text if nobody reads the output, as in `smddp plan list | head`, where head
-    ends first; no stack trace after Ctrl-C; and one sentence if the output cannot be written.
+    ends first; no stack trace after Ctrl-C; and one sentence if the output cannot be written, or a
+    module cannot be imported.
 
     Args:
         main: returns the exit status.
@@ -38,6 +39,9 @@ def run(main: Callable[[], int]) -> NoReturn:
         status = main()
         if sys.stdout is not None:  # it was closed before the command began
             sys.stdout.flush()
+    except ImportError as error:  # such as a torch that smddp was not built for
+        print(error, file=sys.stderr)
+        status = 1
     except BrokenPipeError:
         _forget_output()
         status = 1

@@ -17,9 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from torch.distributed import distributed_c10d
-from torch.distributed.rendezvous import rendezvous
-
 __all__ = ["Dial", "Meeting", "dial_all"]
 
 _DIALLING = 3.0  # seconds until an address counts as one that does not answer
@@ -42,6 +39,9 @@ class Meeting:
         Raises:
             RuntimeError: not all ranks have come.
         """
+        from torch.distributed import distributed_c10d
+        from torch.distributed.rendezvous import rendezvous
+
         store, self.rank, self.size = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
         self.store = distributed_c10d.PrefixStore("group", store)

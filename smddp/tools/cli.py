@@ -1,9 +1,8 @@
-"""The command `smddp`: `smddp bench` does what `python -m smddp.bench` does, and so on."""
+"""The command `smddp`, each of whose commands is in a module of its own."""
 
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
 from typing import NoReturn
 
 from smddp._version import __version__
@@ -34,7 +33,7 @@ def command() -> NoReturn:
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit status."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    # Imported when used, because the benchmark imports all of torch.
+    # Imported when used: the benchmark imports torch, and others need not wait for that.
     if name == "bench":
         from smddp.bench.__main__ import main as bench
 
@@ -60,11 +59,16 @@ def main(arguments: list[str] | None = None) -> int:
 
         return topo(rest)
     if name == "merge":
-        from smddp.modelparallel.torch.checkpoint.merge import main as merge
+        from smddp.tools.merge import main as merge
 
         return merge(rest)
     if name == "--version":
-        print(f"smddp {__version__}, torch {version('torch')}")
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"smddp {__version__}, torch {version('torch')}")
+        except PackageNotFoundError:
+            print(f"smddp {__version__}, no torch")
         return 0
     if name in ("-h", "--help"):
         print(_USAGE, end="")

@@ -26,10 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from smddp.launch.environment import complete_from_launcher
 from smddp.launch.rendezvous import UNKNOWN_HOST, complete_rendezvous
@@ -40,6 +37,9 @@ from smddp.tools._meeting import Dial, Meeting, dial_all
 from smddp.tools._spans import plural
 from smddp.torch import _load
 from smddp.torch._misspelt import misspelt
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "CARDS",
@@ -84,7 +84,14 @@ class Finding:
 
 
 def _versions() -> Finding:
-    facts = _load.load().build_info()
+    try:
+        facts = _load.load().build_info()
+    except ImportError as error:
+        return Finding(
+            "versions", _FAULT, str(error), "until then only what needs no torch is examined"
+        )
+    import torch
+
     text = (
         f"smddp {facts['version']} with torch {torch.__version__}, "
         f"Python {platform.python_version()}, Linux {platform.release()}"
@@ -135,6 +142,17 @@ def _quota() -> float | None:
     return min(quotas, default=None)
 
 
+def _threads() -> int:
+    """Returns with how many threads a rank computes."""
+    # OpenMP also takes a list, of which the first number counts here.
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if asked.isdecimal() and int(asked) > 0:
+        return int(asked)
+    import torch
+
+    return torch.get_num_threads()
+
+
 def _cores(affinities: Sequence[frozenset[int]]) -> Finding:
     """Compares cores with the ranks of this host.
 
@@ -145,9 +163,7 @@ def _cores(affinities: Sequence[frozenset[int]]) -> Finding:
     quota = _quota()
     cores = len(usable) if quota is None else min(len(usable), quota)
     ranks = len(affinities)
-    # OpenMP also takes a list, of which the first number counts here.
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    threads = (int(asked) if asked.isdecimal() else 0) or torch.get_num_threads()
+    threads = _threads()
     text = f"{cores:g} of {os.cpu_count()} cores for {plural(ranks, 'rank')}"
     if ranks > cores:
         return Finding(
@@ -334,7 +350,7 @@ def _is_address_here(text: str) -> bool:
 
 
 _CHECKS: list[Callable[[], Any]] = [
-    _settings, _versions, _instructions, _numa, _clock, _files, _memory, _huge_pages, _cards,
+    _settings, _instructions, _numa, _clock, _files, _memory, _huge_pages, _cards,
     _interface,
 ]  # fmt: skip
 
@@ -360,7 +376,8 @@ def examine_host(affinities: Sequence[frozenset[int]] = ()) -> list[Finding]:
     def load() -> Finding:
         return _others(max(1, len(affinities)))
 
-    for check in [cores, load, *_CHECKS]:
+    # What has the reason of a fault comes first: others fail with the same text.
+    for check in [_versions, cores, load, *_CHECKS]:
         try:
             found = check()
             findings += [found] if isinstance(found, Finding) else found
@@ -374,6 +391,9 @@ def examine_host(affinities: Sequence[frozenset[int]] = ()) -> list[Finding]:
 
 def _talk() -> Iterator[Finding]:
     """Lets the ranks of a job sum a vector; every rank yields the same number of findings."""
+    import torch
+    import torch.distributed as dist
+
     import smddp
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -394,7 +414,7 @@ def _talk() -> Iterator[Finding]:
 
 def _time_of_copy(vector: torch.Tensor) -> float:
     """Returns how many seconds it takes to copy a tensor into memory that is in use already."""
-    copy, best = torch.zeros_like(vector), float("inf")
+    copy, best = vector.clone(), float("inf")
     for _ in range(3):
         start = time.monotonic()
         copy.copy_(vector)
@@ -447,6 +467,8 @@ def make_group(meeting: Meeting) -> None:
     Raises:
         RuntimeError: that fails.
     """
+    import torch.distributed as dist
+
     dist.init_process_group(
         "smddp",
         store=meeting.store,
@@ -540,6 +562,8 @@ def _report_of_rank() -> tuple[list[tuple[str, list[Finding]]], bool]:
 
 def _talk_of_all(meeting: Meeting) -> list[Finding]:
     """Lets the ranks talk; returns the findings of all on rank 0, of this rank elsewhere."""
+    import torch.distributed as dist
+
     try:
         make_group(meeting)
         findings = list(_talk())
@@ -563,6 +587,10 @@ def _talk_of_all(meeting: Meeting) -> list[Finding]:
 def _report_alone() -> list[tuple[str, list[Finding]]]:
     """Returns the findings of this host, and of two processes of it that play two hosts."""
     report = [(socket.gethostname(), examine_host())]
+    try:
+        _load.check()
+    except ImportError:  # the findings about this host have it
+        return report
     try:
         found = _play_two_hosts()
     except OSError as error:

@@ -23,9 +23,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from smddp.tools import _files, topology_drawing
 from smddp.tools._command import run
 from smddp.tools._spans import plural, spans
@@ -263,6 +260,8 @@ def network(
 
 
 def _gpus() -> list[Gpu]:
+    import torch
+
     found = []
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
@@ -371,6 +370,8 @@ def _hosts_of_job() -> tuple[list[Host], str]:
     Raises:
         RuntimeError: the ranks do not meet, or cannot exchange what they see.
     """
+    import torch.distributed as dist
+
     import smddp
 
     meeting = join_job()

@@ -357,7 +357,7 @@ def test_a_rank_that_meets_nobody() -> None:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     ended = subprocess.run(
-        [sys.executable, "-c", "from datetime import timedelta\nfrom smddp import doctor\n"
+        [sys.executable, "-c", "from datetime import timedelta\nfrom smddp.tools import doctor\n"
          "doctor._WAIT = timedelta(seconds=3)\nraise SystemExit(doctor.main([]))"],
         env=os.environ | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                           "MASTER_PORT": str(port)},
@@ -450,7 +450,7 @@ def test_a_job_whose_hosts_do_not_reach_one_another(tmp_path: Path) -> None:
 
 def _two_hosts(*scripts: str, **of_rank_1: str) -> list[subprocess.CompletedProcess[str]]:
     """Runs the doctor on two ranks, as on two hosts; before it, each rank runs its script."""
-    begin = "from datetime import timedelta\nfrom smddp import doctor\n"
+    begin = "from datetime import timedelta\nfrom smddp.tools import doctor\n"
     end = "\ndoctor._WAIT = timedelta(seconds=3)\nraise SystemExit(doctor.main([]))"
     with _local_ranks.reserved_port() as port:
         variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
@@ -548,15 +548,24 @@ def test_cores_of_all_ranks(
 
 @pytest.mark.costly
 def test_another_torch_is_one_sentence() -> None:
-    script = "import torch\ntorch.__version__ = '9.8.7'\nimport smddp_tool\nsmddp_tool.command()"
-    ended = subprocess.run(
-        [sys.executable, "-c", script, "doctor"],
-        env=os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 1
-    (line,) = ended.stderr.strip().splitlines()
+    script = "import torch\ntorch.__version__ = '9.8.7'\nfrom smddp.tools import cli\ncli.command()"
+    said = {}
+    for command in ("doctor", "env"):
+        ended = subprocess.run(
+            [sys.executable, "-c", script, command],
+            env=os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+            capture_output=True, text=True, timeout=110, check=False,
+        )  # fmt: skip
+        assert ended.returncode == 1
+        said[command] = ended.stdout, ended.stderr
+    (line,) = said["env"][1].strip().splitlines()
     assert line.startswith("smddp was built for torch ")
+    # What needs no torch is examined all the same.
+    findings, errors = said["doctor"]
+    assert errors == ""
+    assert findings.count(line) == 1
+    assert f"✗ versions: {line}" in findings
+    assert "✓ open files" in findings
 
 
 def test_lines_have_a_sign_and_a_remedy() -> None:

@@ -309,7 +309,7 @@ def test_the_version() -> None:
 
     import smddp
 
-    for module in ("smddp", "smddp_tool"):
+    for module in ("smddp", "smddp.tools.cli"):
         ended = run(
             f"""
             import runpy

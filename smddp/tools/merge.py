@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from smddp.modelparallel.core.errors import SMPUsageError
-from smddp.modelparallel.torch.checkpoint.checkpoint import full_state_dict, write_whole
 
 __all__ = ["main"]
 
@@ -28,6 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--tag", help="of the checkpoint; default: the newest one")
     options = parser.parse_args(arguments)
+    from smddp.modelparallel.torch.checkpoint.checkpoint import full_state_dict, write_whole
+
     try:
         entries = full_state_dict(str(options.path), options.tag)
         options.file.parent.mkdir(parents=True, exist_ok=True)
