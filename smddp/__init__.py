@@ -6,8 +6,9 @@ Where smddp is installed, `import torch` registers the backend, and no import is
 
 Importing this package loads neither torch nor anything compiled, sets no environment variable and
 does not raise: the names below are found when they are first used. That raises an ImportError where
-smddp was not built for the installed torch. If torch does not load backends by itself
-(TORCH_DEVICE_BACKEND_AUTOLOAD=0), importing this package registers the backend.
+smddp was not built for the installed torch. Only where torch does not find the backend by itself
+(TORCH_DEVICE_BACKEND_AUTOLOAD=0, or a clone that is not installed) does the import register it, and
+load torch for that.
 """
 
 import os
@@ -67,15 +68,30 @@ def _torch_loads_backends() -> bool:
     return os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
 
 
+def _is_installed() -> bool:
+    """Returns whether torch finds the entry points; not in a clone that is only on sys.path."""
+    if not os.path.exists(os.path.join(os.path.dirname(os.path.dirname(__file__)), "setup.py")):
+        return True
+    from importlib.metadata import entry_points
+
+    return bool(entry_points(group="torch.backends", name="smddp"))
+
+
 def _register() -> None:
     """Registers the backend where torch does not."""
     if "torch" not in sys.modules:
-        if _torch_loads_backends():
-            return
-        from smddp._registration import can_wait
+        if _is_installed():
+            if _torch_loads_backends():
+                return
+            from smddp._registration import can_wait
 
-        if can_wait():
-            return
+            if can_wait():
+                return
+        else:
+            from importlib.util import find_spec
+
+            if find_spec("torch") is None:
+                return
     from smddp._autoload import register
 
     register()

@@ -77,7 +77,8 @@ def test_commands_that_start_without_torch() -> None:
 
         sys.modules["torch"] = None  # importing it raises an ImportError
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            main(["status", str(os.getpid())])
+            with contextlib.redirect_stderr(io.StringIO()):  # this process has no ranks
+                main(["status", str(os.getpid())])
             for command in {COMMANDS}:
                 with contextlib.suppress(SystemExit):
                     main([command, "--help"])
@@ -140,6 +141,19 @@ def test_import_smddp_loads_torch_where_nothing_else_would_register_the_backend(
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
         **variables,
     )
+
+
+@pytest.mark.costly
+def test_in_a_clone_that_is_not_installed_import_smddp_registers(tmp_path: Path) -> None:
+    path = install(tmp_path, entry_points=False)
+    (tmp_path / "setup.py").touch()
+    script = """
+        import smddp
+        import torch.distributed as dist
+
+        dist.init_process_group("smddp", store=dist.HashStore(), rank=0, world_size=1)
+    """
+    succeed(script, PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="1")
 
 
 # Runs each line of smddp that `import torch` runs, except for definitions, as one that fails.
