@@ -29,8 +29,8 @@ import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.core.errors import SMPMicrobatchError, SMPPeerError, SMPUsageError
 from smddp.modelparallel.torch.checkpoint import checkpoint, safetensors
 from smddp.modelparallel.torch.checkpoint.checkpoint import _whole, full_state_dict
-from smddp.tools.merge import main as merge
 from smddp.modelparallel.torch.common.files import write
+from smddp.tools.merge import main as merge
 from smdistributed.modelparallel.test.torch.utils import dump_model, verify
 
 pytestmark = pytest.mark.multiprocess
