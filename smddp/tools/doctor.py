@@ -84,14 +84,9 @@ class Finding:
 
 
 def _versions() -> Finding:
-    try:
-        facts = _load.load().build_info()
-    except ImportError as error:
-        return Finding(
-            "versions", _FAULT, str(error), "until then only what needs no torch is examined"
-        )
     import torch
 
+    facts = _load.load().build_info()
     text = (
         f"smddp {facts['version']} with torch {torch.__version__}, "
         f"Python {platform.python_version()}, Linux {platform.release()}"
@@ -350,7 +345,7 @@ def _is_address_here(text: str) -> bool:
 
 
 _CHECKS: list[Callable[[], Any]] = [
-    _settings, _instructions, _numa, _clock, _files, _memory, _huge_pages, _cards,
+    _settings, _versions, _instructions, _numa, _clock, _files, _memory, _huge_pages, _cards,
     _interface,
 ]  # fmt: skip
 
@@ -363,6 +358,11 @@ def examine_host(affinities: Sequence[frozenset[int]] = ()) -> list[Finding]:
             process count for all.
     """
     findings: list[Finding] = []
+    try:
+        _load.check()
+    except ImportError as error:
+        remedy = "until then only what needs no torch is examined"
+        findings.append(Finding("versions", _FAULT, str(error), remedy))
 
     def cores() -> Finding:
         ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -376,13 +376,12 @@ def examine_host(affinities: Sequence[frozenset[int]] = ()) -> list[Finding]:
     def load() -> Finding:
         return _others(max(1, len(affinities)))
 
-    # What has the reason of a fault comes first: others fail with the same text.
-    for check in [_versions, cores, load, *_CHECKS]:
+    for check in [cores, load, *_CHECKS]:
         try:
             found = check()
             findings += [found] if isinstance(found, Finding) else found
         except Exception as error:
-            # A wrong setting makes several checks fail, and one of them says what to do.
+            # A wrong setting, or no torch, makes several checks fail: one says what to do.
             if all(str(error) not in finding.text for finding in findings):
                 name = check.__name__.strip("_")
                 findings.append(Finding(name, _FAULT, f"this check failed: {error}"))
