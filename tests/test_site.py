@@ -124,8 +124,8 @@ names = {"dist": dist, "smddp": smddp, "smp": smp, "torch": torch}
 finder = doctest.DocTestFinder()
 runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
 for module in map(importlib.import_module, sys.argv[1:]):
-    for name in sorted(set(vars(module)) - {"dist", "smddp", "smp", "torch"}):
-        public = vars(module)[name]
+    for name in sorted(set(dir(module)) - {"dist", "smddp", "smp", "torch"}):
+        public = getattr(module, name)
         if hasattr(public, "__doc__") and not name.startswith("_") and callable(public):
             for test in finder.find(public, name, module=False, globs=names):
                 runner.run(test)
