@@ -94,7 +94,7 @@ TRANSFORMER = f"{SMP}.tensor.transformer"
 HUGGING_FACE = f"{SMP}.tensor.huggingface"
 MAY_IMPORT: dict[str, set[str]] = {
     "smddp._version": set(),
-    "smddp.launch": set(),
+    "smddp.launch": {CORE},
     "smddp._registration": {"smddp.launch"},
     "smddp.torch": {"smddp.launch", "smddp._registration"},
     "smddp._autoload": {"smddp._registration", "smddp.torch"},

@@ -10,8 +10,6 @@ import ast
 import json
 import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -220,15 +218,15 @@ def _parameters(given: Any) -> dict[str, Any]:
             found = None
         if not isinstance(found, dict):
             raise ValueError(f"Cannot parse {given} as a json file.")
-    # smp.init would raise the same in each rank. The check is a program, because this module is
-    # below the package smddp, and stays as quick as it is where nobody uses smp.
-    checked = subprocess.run(
-        [sys.executable, "-c", "from smddp.modelparallel.core.config import main; main()"],
-        env={**os.environ, "SM_HP_MP_PARAMETERS": json.dumps(found)},
-        stdout=subprocess.PIPE, text=True, check=False,
-    )  # fmt: skip
-    if checked.returncode:
-        raise ValueError(checked.stdout.strip() or "the modelparallel parameters cannot be checked")
+    # smp.init would raise the same in each rank.
+    from smddp.modelparallel.core.config import configure
+    from smddp.modelparallel.core.errors import SMPConfigurationError
+
+    try:
+        environ = {**os.environ, "SM_HP_MP_PARAMETERS": json.dumps(found)}
+        configure(None, environ, warn=False)
+    except SMPConfigurationError as error:
+        raise ValueError(str(error)) from None
     parameters: dict[str, Any] = found
     return parameters
 

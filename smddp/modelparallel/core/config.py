@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,6 @@ __all__ = [
     "Configuration",
     "compare",
     "configure",
-    "main",
     "port_of",
     "warn_of_second",
 ]
@@ -330,16 +328,3 @@ def _say_what_has_no_effect(values: Mapping[str, Any]) -> None:
                 "sharded_data_parallel_degree greater than 1",
                 stacklevel=4,
             )
-
-
-def main() -> None:
-    """Checks SM_HP_MP_PARAMETERS before a job starts; smddprun runs this.
-
-    Raises:
-        SystemExit: with status 2, after one line of output, if the configuration is wrong.
-    """
-    try:
-        configure(None, os.environ, warn=False)
-    except SMPConfigurationError as error:
-        print(error)
-        sys.exit(2)
