@@ -1,4 +1,4 @@
-"""Builds the wheel: setuptools runs CMake, which builds smddp._C for one or more releases of torch.
+"""Builds the wheel: setuptools runs CMake, which builds a module for each release of torch.
 
 These are the releases in the folders that the variable SMDDP_TORCH_FOLDERS lists (separated by
 colons; each contains `torch`), or the one installed torch. pyproject.toml has everything that is

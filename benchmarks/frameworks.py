@@ -24,8 +24,8 @@ import cases  # noqa: E402
 import torch  # noqa: E402
 from interleaved import parsed  # noqa: E402
 
-from smddp import _files  # noqa: E402
 from smddp.bench.about import json_text  # noqa: E402
+from smddp.tools import _files  # noqa: E402
 
 
 def measure(case: cases.Case, runs: int) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from smddp.modelparallel.partition.trace import trace_model
-from smddp.modelparallel.partition.units import Units
-from smddp.modelparallel.pipeline.modules import Modules
-from smddp_smp.solver import bottleneck, divide_exactly, divide_tree
+from smddp.modelparallel.core.solver import bottleneck, divide_exactly, divide_tree
+from smddp.modelparallel.torch.partition.trace import trace_model
+from smddp.modelparallel.torch.partition.units import Units
+from smddp.modelparallel.torch.pipeline.modules import Modules
 
 RUNS = 5
 

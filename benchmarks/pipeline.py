@@ -360,7 +360,7 @@ def main() -> None:
     expression = options.active or "p + 2"
     options.active_of = lambda size: int(eval(expression, {"p": size}))
     # Registers the backend, before the ranks are forked.
-    from smddp import _load
+    from smddp.torch import _load
 
     figures: dict[str, Any] = {
         "arguments": {k: v for k, v in vars(options).items() if k != "active_of"},

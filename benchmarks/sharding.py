@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.optimizer.clipping import clip_grad_norm
+from smddp.modelparallel.torch.optimizer.clipping import clip_grad_norm
 
 
 class Storages(TorchDispatchMode):

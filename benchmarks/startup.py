@@ -48,14 +48,11 @@ TIMEOUT = 120.0
 
 def _compile() -> None:
     """Writes the bytecode of smddp's modules, as an installation does."""
-    for name in ("smddp", "smddp_launch", "smddp_registration"):
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.origin is not None
-        if spec.submodule_search_locations is None:
-            compileall.compile_file(spec.origin, quiet=1)
-        else:
-            compileall.compile_dir(Path(spec.origin).parent, maxlevels=0, quiet=1)
+    spec = importlib.util.find_spec("smddp")
+    assert spec is not None
+    assert spec.origin is not None
+    for room in (".", "launch", "torch"):
+        compileall.compile_dir(Path(spec.origin).parent / room, maxlevels=0, quiet=1)
 
 
 def _rank_main(backend: str, environment: dict[str, str], launcher: Connection) -> None:

@@ -9,7 +9,7 @@ endif()
 
 set(SMDDP_TORCH_FOLDERS "" CACHE STRING
   "Folders that contain torch, one for each release to build for; default: the one that PYTHON_EXECUTABLE imports")
-option(SMDDP_WITH_TORCH "Build process_group and the module smddp._C" ${SMDDP_TORCH_DEFAULT})
+option(SMDDP_WITH_TORCH "Build process_group and the module smddp.torch._C" ${SMDDP_TORCH_DEFAULT})
 option(SMDDP_BUILD_TESTS "Build the C++ tests (needs GoogleTest)" ON)
 option(SMDDP_WARNINGS_AS_ERRORS "Treat compiler warnings as errors" ON)
 option(SMDDP_QUICK_BUILD "Compile in half the time: precompiled headers, and files in groups" OFF)

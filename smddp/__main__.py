@@ -1,6 +1,6 @@
 """`python -m smddp …` is the command `smddp …`."""
 
-from smddp.cli import command
+from smddp.tools.cli import command
 
 if __name__ == "__main__":
     command()

@@ -77,69 +77,76 @@ ONLY_IN: dict[str, tuple[str, set[str]]] = {
 }
 
 # The part of a module -> what it may import besides itself. A module belongs to the longest name in
-# this table that it begins with.
-COMMON, JOB = "smddp.modelparallel.common", "smddp.modelparallel.job"
-DELAYED = "smddp.modelparallel.delayed"
-PIPELINE, PARTITION = "smddp.modelparallel.pipeline", "smddp.modelparallel.partition"
-DATA_PARALLEL, MODEL = "smddp.modelparallel.data_parallel", "smddp.modelparallel.model"
-OPTIMIZER, CHECKPOINT = "smddp.modelparallel.optimizer", "smddp.modelparallel.checkpoint"
-SHARDING = "smddp.modelparallel.sharding"
-ACTIVATIONS, API = "smddp.modelparallel.activations", "smddp.modelparallel.api"
-COMPATIBILITY = "smddp.modelparallel.compatibility"
-TENSOR = "smddp.modelparallel.tensor"
-SHARED = "smddp_smp"
-FOOTPRINT = "smddp.modelparallel.footprint"
-TRANSFORMER = "smddp.modelparallel.tensor.transformer"
-HUGGING_FACE = "smddp.modelparallel.tensor.huggingface"
+# this table that it begins with. Nothing but scripts' modules and commands imports "smddp", whose
+# names are those of "smddp.torch": what `import torch` loads must not come back to it.
+CORE, SMP = "smddp.modelparallel.core", "smddp.modelparallel.torch"
+COMMON, JOB = f"{SMP}.common", f"{SMP}.job"
+DELAYED = f"{SMP}.delayed"
+PIPELINE, PARTITION = f"{SMP}.pipeline", f"{SMP}.partition"
+DATA_PARALLEL, MODEL = f"{SMP}.data_parallel", f"{SMP}.model"
+OPTIMIZER, CHECKPOINT = f"{SMP}.optimizer", f"{SMP}.checkpoint"
+SHARDING = f"{SMP}.sharding"
+ACTIVATIONS, API = f"{SMP}.activations", f"{SMP}.api"
+COMPATIBILITY = f"{SMP}.compatibility"
+TENSOR = f"{SMP}.tensor"
+FOOTPRINT = f"{SMP}.footprint"
+TRANSFORMER = f"{SMP}.tensor.transformer"
+HUGGING_FACE = f"{SMP}.tensor.huggingface"
 MAY_IMPORT: dict[str, set[str]] = {
-    "smddp_distribution": set(),
-    "smddp_launch": {"smddp_distribution"},
-    "smddp_numpy": {"smddp_launch"},
-    "smddp_smp": set(),
-    "smddp_tensorflow": {"smddp_numpy"},
-    "smddp_tensorflow.modelparallel": {"smddp_numpy", "smddp_smp", "smddp_tensorflow"},
-    "smddp_registration": {"smddp_launch"},
-    "smddp": {"smddp_launch", "smddp_registration"},
-    "smddp_autoload": {"smddp", "smddp_registration"},
-    "smddp_tool": {"smddp.cli"},
-    "smddp.__main__": {"smddp.cli"},
-    "smddp.bench": {"smddp", "smddp_launch"},
-    "smddp.cli": {"smddp", "smddp.bench", CHECKPOINT},
-    COMMON: {SHARED, "smddp"},
-    JOB: {SHARED, "smddp", "smddp_launch"},
-    PIPELINE: {SHARED, "smddp", COMMON, ACTIVATIONS},
-    DELAYED: {SHARED, COMMON},
-    PARTITION: {SHARED, COMMON, JOB, ACTIVATIONS, PIPELINE, DELAYED, TENSOR},
-    DATA_PARALLEL: {SHARED, COMMON, PIPELINE},
-    SHARDING: {SHARED, COMMON, JOB, PIPELINE, DATA_PARALLEL, DELAYED, TENSOR},
-    TENSOR: {SHARED, COMMON, JOB, PIPELINE, DELAYED},
-    TRANSFORMER: {SHARED, TENSOR},
-    HUGGING_FACE: {SHARED, JOB, TENSOR, TRANSFORMER},
-    OPTIMIZER: {SHARED, COMMON, JOB, PARTITION, SHARDING, DELAYED, TENSOR},
+    "smddp._version": set(),
+    "smddp.launch": {CORE},
+    "smddp._registration": {"smddp.launch"},
+    "smddp.torch": {"smddp.launch", "smddp._registration"},
+    "smddp._autoload": {"smddp._registration", "smddp.torch"},
+    "smddp": {"smddp._version", "smddp._registration", "smddp._autoload", "smddp.torch"},
+    "smddp.numpy": {"smddp.launch"},
+    "smddp.tensorflow": {"smddp.numpy"},
+    "smddp.tools": {"smddp", "smddp.launch", "smddp.tools._spans", "smddp.torch"},
+    "smddp.tools._spans": set(),
+    "smddp.bench": {"smddp", "smddp.launch", "smddp.tools", "smddp.tools._spans", "smddp.torch"},
+    "smddp.tools.merge": {CORE, CHECKPOINT},
+    "smddp.tools.cli": {"smddp._version", "smddp.bench", "smddp.tools", "smddp.tools.merge"},
+    "smddp.__main__": {"smddp.tools.cli"},
+    "smddp.modelparallel": set(),
+    CORE: set(),
+    "smddp.modelparallel.tensorflow": {"smddp.numpy", CORE, "smddp.tensorflow"},
+    COMMON: {CORE, "smddp.torch"},
+    JOB: {CORE, "smddp.launch", "smddp.tools._spans", "smddp.torch"},
+    PIPELINE: {CORE, "smddp.torch", COMMON, ACTIVATIONS},
+    DELAYED: {CORE, COMMON},
+    PARTITION: {CORE, COMMON, JOB, ACTIVATIONS, PIPELINE, DELAYED, TENSOR},
+    DATA_PARALLEL: {CORE, COMMON, PIPELINE},
+    SHARDING: {CORE, COMMON, JOB, PIPELINE, DATA_PARALLEL, DELAYED, TENSOR},
+    TENSOR: {CORE, COMMON, JOB, PIPELINE, DELAYED},
+    TRANSFORMER: {CORE, TENSOR},
+    HUGGING_FACE: {CORE, JOB, TENSOR, TRANSFORMER},
+    OPTIMIZER: {CORE, COMMON, JOB, PARTITION, SHARDING, DELAYED, TENSOR},
     COMPATIBILITY: {JOB, TENSOR},
     MODEL: {
-        SHARED,
+        CORE,
         *(COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, DATA_PARALLEL, OPTIMIZER),
         *(DELAYED, SHARDING, TENSOR),
     },
-    CHECKPOINT: {SHARED, COMMON, JOB, PARTITION, SHARDING, OPTIMIZER, DELAYED, TENSOR},
-    ACTIVATIONS: {SHARED, COMMON},
-    FOOTPRINT: {SHARED, COMMON, JOB, PIPELINE, PARTITION, OPTIMIZER, MODEL},
+    CHECKPOINT: {CORE, COMMON, JOB, PARTITION, SHARDING, OPTIMIZER, DELAYED, TENSOR},
+    ACTIVATIONS: {CORE, COMMON},
+    FOOTPRINT: {CORE, COMMON, JOB, PIPELINE, PARTITION, OPTIMIZER, MODEL},
     API: {
-        *(SHARED, COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, OPTIMIZER, MODEL, FOOTPRINT),
+        *(CORE, COMMON, JOB, ACTIVATIONS, PIPELINE, PARTITION, OPTIMIZER, MODEL, FOOTPRINT),
         *(TENSOR, TRANSFORMER),
     },
-    "smddp.modelparallel": {
-        *(HUGGING_FACE, SHARED),
+    SMP: {
+        *(HUGGING_FACE, CORE),
         *(JOB, PARTITION, OPTIMIZER, MODEL, CHECKPOINT, API, DELAYED, TENSOR),
     },
     "smdistributed": set(),
-    "smdistributed.dataparallel": {"smddp", "smddp_launch", "smddp_tensorflow"},
-    "smdistributed.modelparallel.tensorflow": {"smddp_tensorflow.modelparallel"},
-    "smdistributed.modelparallel": {
-        *("smddp.modelparallel", JOB, OPTIMIZER, COMPATIBILITY, MODEL, CHECKPOINT, API),
-        *(HUGGING_FACE, TENSOR, TRANSFORMER, SHARED),
+    "smdistributed.dataparallel": {"smddp.launch", "smddp.tensorflow", "smddp.torch"},
+    "smdistributed.modelparallel": {CORE},
+    "smdistributed.modelparallel.tensorflow": {"smddp.modelparallel.tensorflow"},
+    "smdistributed.modelparallel.torch": {
+        *(SMP, JOB, OPTIMIZER, MODEL, CHECKPOINT, API, CORE),
+        *(COMPATIBILITY, HUGGING_FACE, TENSOR, TRANSFORMER),
     },
+    "smdistributed.modelparallel.test": {COMPATIBILITY},
 }
 
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cc", ".cu", ".cuh"})
@@ -221,12 +228,12 @@ def part_of(module: str) -> str:
 def python_modules() -> dict[str, Path]:
     """Returns the Python modules of the project by name, those with only a stub included."""
     found = {}
-    for top in ("smddp", "smddp_smp", "smddp_tensorflow", "smdistributed"):
+    for top in ("smddp", "smdistributed"):
         for path in sorted((ROOT / top).rglob("*.py*")):
             if path.suffix in {".py", ".pyi"}:
                 parts = path.relative_to(ROOT).with_suffix("").parts
                 found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return {**found, **{path.stem: path for path in ROOT.glob("smddp_*.py")}}
+    return found
 
 
 MODULES = python_modules()
@@ -357,7 +364,8 @@ def test_checks_can_fail(name, line, check) -> None:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("smddp.env", "from smddp.bench import measure"),
+        ("smddp.tools.env", "from smddp.bench import measure"),
+        ("smddp._registration", "import smddp"),
         (f"{PIPELINE}.calls", f"import {JOB}.state"),
         (f"{PARTITION}.decide", f"from {DATA_PARALLEL} import reducer"),
         (f"{JOB}.state", f"def late():\n    from {PIPELINE}.executor import Executor"),

@@ -20,7 +20,7 @@ FOREIGN = (
 def _literals() -> str:
     """Returns the text of all sources, with adjacent string literals joined."""
     paths = [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/**/*.cc")]
-    paths += [*ROOT.glob("smddp/**/*.py"), *ROOT.glob("smddp_*.py")]
+    paths += ROOT.glob("smddp/**/*.py")
     text = "\n".join(path.read_text() for path in sorted(paths))
     return re.sub(r'["\']\s*\n\s*f?["\']', "", text).replace('\\"', '"')
 

@@ -1,4 +1,4 @@
-// The Python module smddp._C. It has bindings only, no logic.
+// The Python module smddp.torch._C. It has bindings only, no logic.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/headeronly/version.h>
 

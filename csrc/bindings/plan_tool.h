@@ -1,4 +1,4 @@
-// Bindings for `python -m smddp.plan`: plans as text, and the checker.
+// Bindings for `smddp plan`: plans as text, and the checker.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -66,7 +66,7 @@ static_assert(SMDDP_BARRIER == static_cast<int>(collectives::Collective::Barrier
 static_assert(SMDDP_ALLTOALL == static_cast<int>(collectives::Collective::AllToAll));
 static_assert(SMDDP_INTERNAL == static_cast<int>(ErrorKind::Internal) + 1);
 
-// The names in smddp.h, which those of smddp_numpy are, too.
+// The names in smddp.h, which those of smddp.numpy are, too.
 constexpr std::array<const char*, smddp::kNumReduceOps> kOps = {
     "SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "SCALED_SUM"};
 

@@ -2,7 +2,7 @@
 //
 // A line is  X(type, field, "ENVIRONMENT", default, "what it does; when to change it"). The allowed values may follow:
 // for a number least, most, "unit"; for a text .words = "…". The environment is read once, on the first use, so no
-// setting ever has two values. docs and `python -m smddp.env` are generated from the tables. A text that does not
+// setting ever has two values. docs and `smddp env` are generated from the tables. A text that does not
 // parse is a Usage error that names the variable and the text.
 #pragma once
 
@@ -80,7 +80,7 @@ inline constexpr int64_t kMostWindow = 1 << 8;
     "joined by a comma. gloo also stands for no name, which means gloo there. See docs/frameworks.md.")        \
   X(std::string, algorithm, "SMDDP_ALGORITHM", "",                                                             \
     "Overrides the choice of algorithms, as collective=name[,...], for example allreduce=ring. Give all "      \
-    "ranks the same value. `python -m smddp.plan list` prints the names.")                                     \
+    "ranks the same value. `smddp plan list` prints the names.")                                               \
   X(std::string, wire, "SMDDP_WIRE", "fp32",                                                                   \
     "How sums and averages of float32 travel between nodes: fp32, as they are; bf16, half the bytes; int8, a "  \
     "quarter; auto, the one that suits the network, which is measured when a group is made. With +feedback "   \

@@ -1,4 +1,4 @@
-// Prints plans as text. `python -m smddp.plan` shows it, and errors quote steps.
+// Prints plans as text. `smddp plan` shows it, and errors quote steps.
 #pragma once
 
 #include <string>

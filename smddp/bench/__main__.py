@@ -15,8 +15,6 @@ from typing import Any
 import torch.distributed as dist
 
 import smddp
-from smddp._command import run
-from smddp._spans import plural
 from smddp.bench import ddp, numa, options, plot, table, tune
 from smddp.bench.about import (
     about,
@@ -34,6 +32,8 @@ from smddp.bench.launch import complete_rendezvous, is_rank, launch
 from smddp.bench.measure import Bench, Case, Measurement
 from smddp.bench.mpi import MPIS, MpiContender, MpiError
 from smddp.bench.torch_calls import TorchContender
+from smddp.tools._command import run
+from smddp.tools._spans import plural
 
 
 class _Rank:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smddp import _files, _load
+from smddp.tools import _files
+from smddp.torch import _load
 
 __all__ = [
     "RunStart",

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smddp import _load
 from smddp.bench import mesh
 from smddp.bench.contender import Unable
 from smddp.bench.operations import Task, contribution, result
 from smddp.bench.torch_calls import DTYPES, differing, tiled
+from smddp.torch import _load
 
 __all__ = ["BoundContender", "copy_rate", "link_rate"]
 

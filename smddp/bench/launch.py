@@ -13,10 +13,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import smddp_launch
-from smddp import _files
-from smddp._local_ranks import leaving_at_signals, python_command, reserved_port, start_ranks
-from smddp.plan import parse_nodes
+from smddp.launch import environment, rendezvous, slurm
+from smddp.tools import _files
+from smddp.tools._local_ranks import leaving_at_signals, python_command, reserved_port, start_ranks
+from smddp.tools.plan import parse_nodes
 
 __all__ = [
     "DEFAULT_RANKS",
@@ -37,8 +37,8 @@ _TIMEOUT = 60.0
 
 def is_rank() -> bool:
     """Returns whether a launcher started this process: torchrun, mpirun or srun."""
-    smddp_launch.complete_from_launcher()
-    if os.environ.get("WORLD_SIZE") == "1" and smddp_launch.is_shell_of_slurm():
+    environment.complete_from_launcher()
+    if os.environ.get("WORLD_SIZE") == "1" and slurm.is_shell_of_slurm():
         return False
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
@@ -126,8 +126,8 @@ def complete_rendezvous() -> None:
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if int(os.environ.get("LOCAL_WORLD_SIZE", size)) != size:
-        if not smddp_launch.complete_rendezvous():
-            raise OSError(smddp_launch.UNKNOWN_HOST)
+        if not rendezvous.complete_rendezvous():
+            raise OSError(rendezvous.UNKNOWN_HOST)
         return
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     # A socket in the abstract namespace. Only ranks of the same mpirun know its name, and it

@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 if __name__ == "__main__":
-    # An import from the package smddp would import torch.
+    # The environment of MPI need not have smddp.
     sys.path.insert(0, str(Path(__file__).parent))
     from operations import Task, contribution, result  # type: ignore[import-not-found]
 else:

@@ -25,7 +25,7 @@ from smddp.bench.measure import Case, Workload
 from smddp.bench.operations import BITWISE, OPERATIONS, Task
 from smddp.bench.table import BOUND
 from smddp.bench.torch_calls import DTYPES, OPS
-from smddp.plan import WIRES, parse_bytes
+from smddp.tools.plan import WIRES, parse_bytes
 
 __all__ = ["Run", "parse", "parser"]
 

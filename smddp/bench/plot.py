@@ -6,9 +6,9 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from smddp import _files
 from smddp.bench.measure import Case, Measurement
 from smddp.bench.table import BOUND
+from smddp.tools import _files
 
 __all__ = ["FORMATS", "draw", "unavailable"]
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import smddp
-from smddp import _load
 from smddp.bench.contender import PLACES, Unable
 from smddp.bench.operations import Task, contribution, result
+from smddp.torch import _load
 
 __all__ = ["DTYPES", "OPS", "TorchContender", "differing", "preferring", "tiled"]
 

@@ -11,8 +11,8 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from smddp import _load
 from smddp.bench.measure import Case, Measurement, Timing
+from smddp.torch import _load
 
 __all__ = ["NAMES", "ROUNDS", "Finding", "algorithms", "findings", "rows", "verdicts", "write"]
 

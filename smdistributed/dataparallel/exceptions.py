@@ -1,6 +1,6 @@
 """The errors that may end a job; launchers search the log for these names."""
 
-from smddp.errors import (
+from smddp.torch.errors import (
     SMDDPAbortedError,
     SMDDPCollectiveMismatchError,
     SMDDPCollectiveTimeoutError,

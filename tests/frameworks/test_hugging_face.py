@@ -22,13 +22,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from ranks import check_ranks
 
-import smddp.modelparallel as smp
-from smddp.modelparallel.tensor.huggingface import gpt2, layers
-from smddp.modelparallel.tensor.huggingface.architectures import ARCHITECTURES, find
-from smddp.modelparallel.tensor.huggingface.hooks import Hooks
-from smddp.modelparallel.tensor.module import sequence_multiple
-from smddp.modelparallel.tensor.transformer.layers import DistributedTransformerLayer
-from smddp_smp.errors import SMPUsageError
+import smddp.modelparallel.torch as smp
+from smddp.modelparallel.core.errors import SMPUsageError
+from smddp.modelparallel.torch.tensor.huggingface import gpt2, layers
+from smddp.modelparallel.torch.tensor.huggingface.architectures import ARCHITECTURES, find
+from smddp.modelparallel.torch.tensor.huggingface.hooks import Hooks
+from smddp.modelparallel.torch.tensor.module import sequence_multiple
+from smddp.modelparallel.torch.tensor.transformer.layers import DistributedTransformerLayer
 
 transformers = pytest.importorskip("transformers", reason="run `make test-frameworks`")
 

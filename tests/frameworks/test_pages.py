@@ -88,7 +88,7 @@ def test_every_script_is_tried() -> None:
 
 
 def test_smddp_is_that_of_the_wheel(installed: Path, tmp_path: Path) -> None:
-    (tmp_path / "where.py").write_text("import smddp, smddp._C as c; print(smddp, c)")
+    (tmp_path / "where.py").write_text("import smddp, smddp.torch._C as c; print(smddp, c)")
     text = run(tmp_path, "python where.py; smddprun -n 1 where.py", installed)
     assert text.count(f"{installed}/smddp") == 4, text
     assert str(cases.ROOT) not in text, text

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from ranks import run_ranks
 
-import smddp.modelparallel as smp
+import smddp.modelparallel.torch as smp
 
 transformers = pytest.importorskip("transformers", reason="run `make test-frameworks`")
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import ranks
 import torch
 
-from smddp import _load
+from smddp.torch import _load
 
 # A shell lets what it runs in the background ignore SIGINT. So would all processes of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)

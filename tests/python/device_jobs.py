@@ -19,7 +19,7 @@ def with_peer(cases: str, shared: bool) -> tuple[str, int, int]:
     Returns:
         The path of the collectives, the calls that the peers served, and the number of peers.
     """
-    from smddp import _load, backend
+    from smddp.torch import _load, backend
 
     made = []
 
@@ -50,7 +50,7 @@ RAILS = {"SMDDP_GPU_PATH": "rails", "SMDDP_POOL_BYTES": "262144"}
 @contextlib.contextmanager
 def summing_job(library: str | None) -> Iterator[Any]:
     """Creates a job on rails; `library` replaces the CUDA part. Yields the device."""
-    from smddp import _load, backend
+    from smddp.torch import _load, backend
 
     def make_nccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return _load.load().ProcessGroup(store, rank, size, timeout, "peer")
@@ -98,7 +98,7 @@ def make_sums(library: str | None = None) -> tuple[str, int, dict[str, bytes]]:
 
 
 def in_shared_job(of: Callable[[Any], list[str]], seconds: float = 3) -> list[str]:
-    from smddp import backend
+    from smddp.torch import backend
 
     library = str(device_cases.find_fake())
     backend._gpu_support = lambda: ("fake", lambda index: "one for all", None, library)

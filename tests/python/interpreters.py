@@ -15,7 +15,6 @@ import torch
 from ranks import ROOT
 
 RELEASE = ".".join(torch.__version__.split(".")[:2])
-_MODULES = ("smddp_autoload", "smddp_distribution", "smddp_launch", "smddp_registration")
 # What a launcher, smddp or an earlier test may have set.
 _UNSET = re.compile(
     "(OMPI_|PMI|MPI_|SLURM_|SM_|SMDATAPARALLEL_|TORCHELASTIC_|MASTER_|LOCAL_)|"
@@ -95,8 +94,6 @@ def install(folder: Path, built_for: str | None = RELEASE, entry_points: bool = 
             if name.endswith(suffix):
                 name = f"_C_torch{built_for.replace('.', '_')}{suffix}"
             (package / "lib" / name).symlink_to(file)
-    for module in _MODULES:
-        (folder / f"{module}.py").symlink_to(ROOT / f"{module}.py")
     (folder / "smdistributed").symlink_to(ROOT / "smdistributed")
     # Python uses the first folder of its search path that has a distribution of this name.
     metadata = folder / "smddp-0.1.dist-info"

@@ -159,7 +159,7 @@ def _fork_instead(
 
     # A compiled module that has been used keeps the settings of this process.
     is_python = isinstance(args, (list, tuple)) and args[0] == sys.executable
-    forked = is_python and "smddp._C" not in sys.modules
+    forked = is_python and "smddp.torch._C" not in sys.modules
     _popen(
         self, args, *rest, env=env, preexec_fn=program if forked else preexec_fn,
         pass_fds=pass_fds, **options,

@@ -38,8 +38,8 @@ import hosts
 import torch
 import torch.distributed as dist
 
+from smddp._registration import leave_groups
 from smddp.bench.launch import reserved_port
-from smddp_registration import leave_groups
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -279,7 +279,8 @@ def _read(stream: BinaryIO) -> Any:
 
 
 # What ranks need, and what torch imports at its first comparison, profile, functional collective or
-# optimizer: 900 modules, more than a second in every rank. Not smddp._C, which belongs to a rank.
+# optimizer: 900 modules, more than a second in every rank. Not smddp.torch._C, which belongs to a
+# rank.
 _IMPORTED_ONCE = ("pytest", "smddp", "torch._dynamo")
 
 

@@ -400,7 +400,7 @@ def test_plot(tmp_path: Path) -> None:
 def test_command(
     arguments: list[str], status: int, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from smddp import cli
+    from smddp.tools import cli
 
     call: Callable[[list[str]], int] = cli.main
     assert call(arguments) == status

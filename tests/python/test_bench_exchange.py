@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from bench_runs import bench, rows_of
 
-from smddp import _load
 from smddp.bench import mesh
 from smddp.bench.bounds import BoundContender
 from smddp.bench.contender import Unable
 from smddp.bench.operations import Task
+from smddp.torch import _load
 
 TIMEOUT = 60.0
 

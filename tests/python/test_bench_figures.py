@@ -219,7 +219,7 @@ def test_hidden_share(
 
 
 def test_bare_loop_sums_in_place() -> None:
-    from smddp import _load
+    from smddp.torch import _load
 
     add = _load.load().sum_in_place
     for count in (0, 1, 5, 1023, 5000):

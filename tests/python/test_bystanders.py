@@ -106,7 +106,10 @@ def test_import_torch_changes_nothing(
     seen = _seen(installed, LAUNCHERS[launcher])
     assert seen["environment"] == [True, True]
     new = set(seen.pop("modules")) - set(without["modules"])  # type: ignore[call-overload]
-    assert new == {"smddp_autoload", "smddp_launch", "smddp_registration"}
+    assert new == {
+        *("smddp", "smddp._autoload", "smddp._registration"),
+        *("smddp.launch", "smddp.launch.environment", "smddp.launch.slurm"),
+    }
     assert seen == {name: value for name, value in without.items() if name != "modules"}
 
 
@@ -237,10 +240,13 @@ def test_a_bare_mpirun(begin: str, instead_of: str, installed: str, tmp_path: Pa
 def test_smddprun_does_not_import_torch(tmp_path: Path) -> None:
     """It runs on every rank before the script does, and torch takes more than a second."""
     scripts = re.findall(r'^(smddp\w*run) = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
-    assert scripts == [("smddprun", "smddp_launch:main"), ("smddpmprun", "smddp_launch:main")]
+    assert scripts == [
+        ("smddprun", "smddp.launch.cli:main"),
+        ("smddpmprun", "smddp.launch.cli:main"),
+    ]
     ended = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "smddp_launch", "env"],
-        env=environment(**MPIRUN),
+        [sys.executable, "-X", "importtime", "-m", "smddp.launch", "env"],
+        env=environment(**MPIRUN, TORCH_DEVICE_BACKEND_AUTOLOAD="1"),
         capture_output=True,
         text=True,
         check=True,
@@ -248,7 +254,7 @@ def test_smddprun_does_not_import_torch(tmp_path: Path) -> None:
     )
     imported = {line.split("|")[-1].strip() for line in ended.stderr.splitlines()}
     assert "zlib" in imported
-    assert not {name for name in imported if re.match(r"torch\b|numpy\b|smddp\b", name)}
+    assert not {name for name in imported if re.match(r"torch\b|numpy\b|smddp\.torch\b", name)}
     found = dict(line.split("=", 1) for line in ended.stdout.splitlines() if "=" in line)
     assert found["RANK"] == found["LOCAL_RANK"] == "1"
     assert found["MASTER_ADDR"] == "127.0.0.1"

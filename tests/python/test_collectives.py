@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 import smddp
-from smddp import backend
+from smddp.torch import backend
 
 pytestmark = pytest.mark.multiprocess
 layouts = pytest.mark.parametrize("layout", ["2", "2x2"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from smddp import _command, _files
+from smddp.tools import _command, _files
 
 
 def ended(

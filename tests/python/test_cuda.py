@@ -290,7 +290,7 @@ def test_buckets_of_nccl() -> None:
 
 def _on_rails(cases: str) -> list[str]:
     """Runs cases on rails. NCCL sees each rank on its own host, smddp sees it with its own GPU."""
-    from smddp import backend
+    from smddp.torch import backend
 
     os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -321,7 +321,7 @@ def test_rails(cases: str) -> None:
 
 
 def _shards_on_rails() -> None:
-    from smddp import backend
+    from smddp.torch import backend
 
     os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

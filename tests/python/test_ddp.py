@@ -189,7 +189,7 @@ def _own_tensors() -> None:
     tensor.fill_(3)
     dist.destroy_process_group()
     assert tensor.sum().item() == 3 * elements
-    smddp._load.load().shutdown()
+    smddp.torch._load.load().shutdown()
     assert tensor.sum().item() == 3 * elements
     tensor.fill_(4)
     assert tensor.sum().item() == 4 * elements

@@ -24,7 +24,7 @@ pytestmark = [
 @contextlib.contextmanager
 def _recording_job() -> Iterator[tuple[Any, Any]]:
     """Yields the device and the peer of the default group."""
-    from smddp import backend
+    from smddp.torch import backend
 
     made = []
 

@@ -36,7 +36,7 @@ def test_bound_device() -> None:
 
 def _pinned(local_rank: str, count: int, used: bool) -> list[int]:
     """Returns the devices that are set at the first use of CUDA."""
-    from smddp import backend
+    from smddp.torch import backend
 
     os.environ["LOCAL_RANK"] = local_rank
     waiting: list[Callable[[], None]] = []

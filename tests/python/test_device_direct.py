@@ -22,7 +22,7 @@ DIRECT = {"SMDDP_GPU_DIRECT": "1", "SMDDP_PROVIDER": "shm"}
 
 
 def _with_part(cases: str) -> None:
-    from smddp import backend
+    from smddp.torch import backend
 
     part = str(device_cases.find_fake())
     backend._gpu_support = lambda: ("fake", lambda index: "GPU 0", None, part)

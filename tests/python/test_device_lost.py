@@ -34,7 +34,7 @@ def _hanging_job() -> Iterator[tuple[Any, list[Any]]]:
     On rails there is one peer for the first stage and one for the last. The timeout of the group is
     longer than the test.
     """
-    from smddp import backend
+    from smddp.torch import backend
 
     made = []
 
@@ -153,7 +153,7 @@ def test_script_ends_nccl_itself(how: str) -> None:
 
 def _forgets_a_group() -> list[int]:
     """The last reference to a group is dropped while NCCL waits for a rank."""
-    from smddp import _load
+    from smddp.torch import _load
 
     made = []
 

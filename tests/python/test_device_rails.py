@@ -131,7 +131,7 @@ def test_rails_that_are_impossible(layout: str, shared: bool, why: str) -> None:
 
 @contextlib.contextmanager
 def _rails_job(timeout: float) -> Iterator[Any]:
-    from smddp import _load, backend
+    from smddp.torch import _load, backend
 
     def make_nccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return _load.load().ProcessGroup(store, rank, size, timeout, "peer")

@@ -37,7 +37,7 @@ def _in_shared_memory(
     Returns:
         The path of the collectives, and the number of kernels.
     """
-    from smddp import backend
+    from smddp.torch import backend
 
     library = str(device_cases.find_fake()) if part is None else part
     backend._gpu_support = lambda: ("fake", lambda index: "one for all", None, library)
@@ -111,7 +111,7 @@ def _lists(shares_tensors: bool) -> set[str]:
 
 @contextlib.contextmanager
 def _sharing_job(shares_tensors: bool) -> Iterator[Any]:
-    from smddp import backend
+    from smddp.torch import backend
 
     library = str(device_cases.find_fake())
     backend._gpu_support = lambda: ("fake", lambda index: "one for all", None, library)
@@ -302,7 +302,7 @@ def test_peer_that_some_rank_does_not_ask_for() -> None:
 
 
 def _one_calls() -> str:
-    from smddp import backend
+    from smddp.torch import backend
 
     backend._gpu_support = lambda: ("fake", lambda index: os.environ["RANK"], lambda *rest: None)
     with device_cases.job("fake") as device:

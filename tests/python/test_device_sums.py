@@ -32,7 +32,7 @@ def test_sums_on_the_gpu_are_those_of_the_cpu(layout: str) -> None:
 
 
 def _on_rails_with_kernels(cases: str) -> tuple[str, int]:
-    from smddp import _load, backend
+    from smddp.torch import _load, backend
 
     def make_nccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return _load.load().ProcessGroup(store, rank, size, timeout, "peer")

@@ -11,7 +11,7 @@ from typing import Any
 import programs
 import pytest
 
-import smddp_launch
+from smddp.launch import cli
 
 DATA_PARALLEL: dict[str, Any] = {"smdistributed": {"dataparallel": {"enabled": True}}}
 MPI: dict[str, Any] = {"mpi": {"enabled": True, "processes_per_host": 2}}
@@ -27,7 +27,7 @@ def plan(
 ) -> tuple[dict[str, str], list[str], str]:
     """Returns the variables, the command and the warnings that --dry-run prints."""
     text = distribution if isinstance(distribution, str) else json.dumps(distribution)
-    smddp_launch.main(["--distribution", text, *options, "--dry-run", "train.py", "--epochs", "3"])
+    cli.main(["--distribution", text, *options, "--dry-run", "train.py", "--epochs", "3"])
     printed = capsys.readouterr()
     words = shlex.split(printed.out)
     first = words.index(sys.executable)
@@ -43,7 +43,7 @@ def torchrun(*options: str) -> list[str]:
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as raised:
-        smddp_launch.main([*arguments, "train.py"])
+        cli.main([*arguments, "train.py"])
     assert raised.value.code == 2
     written = capsys.readouterr()
     assert written.out == ""
@@ -216,7 +216,7 @@ def test_model_parallel(tmp_path: Path) -> None:
     distribution.write_text(json.dumps(model_parallel(str(parameters))))
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT)
-    ended = programs.run("-m", "smddp_launch", "--distribution", str(distribution), str(script))
+    ended = programs.run("-m", "smddp.launch", "--distribution", str(distribution), str(script))
     assert ended.returncode == 0, ended.stderr
     for rank in range(2):
         assert f'rank {rank} of 2: partition {rank}, {{"sagemaker_mpi_enabled":true' in ended.stdout

@@ -21,7 +21,8 @@ import interpreters
 import programs
 import pytest
 
-from smddp import _C, _local_ranks, doctor
+from smddp.tools import _local_ranks, doctor
+from smddp.torch import _C
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,7 +36,7 @@ def _diagnose(
     script = f"""
     import dataclasses, json
     from pathlib import Path
-    from smddp import doctor
+    from smddp.tools import doctor
     {preparation}
     print(json.dumps([dataclasses.asdict(finding) for finding in doctor.examine_host()]))
     """
@@ -219,7 +220,7 @@ def test_a_card_without_libfabric(tmp_path: Path) -> None:
 @pytest.mark.costly
 def test_two_processes_talk() -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "smddp.cli", "doctor"],
+        [sys.executable, "-m", "smddp.tools.cli", "doctor"],
         capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout
@@ -229,7 +230,7 @@ def test_two_processes_talk() -> None:
 
 @pytest.mark.multiprocess
 def test_a_fault_of_this_host_is_told_once() -> None:
-    ended = programs.run("-m", "smddp.doctor", SMDDP_PROVIDR="tcp")
+    ended = programs.run("-m", "smddp.tools.doctor", SMDDP_PROVIDR="tcp")
     assert ended.returncode == 1
     assert ended.stdout.count("✗") == 1, ended.stdout
     assert "✓ all_reduce: 2 ranks have summed 16 MiB" in ended.stdout
@@ -239,7 +240,7 @@ def test_ranks_import_what_their_parent_does(tmp_path: Path) -> None:
     """Also in the folder of a clone that is not built, where smddp is installed elsewhere."""
     (tmp_path / "smddp").mkdir()
     (tmp_path / "smddp/__init__.py").write_text("raise ImportError('not built')")
-    command = [*_local_ranks.python_command("smddp.plan"), "list"]
+    command = [*_local_ranks.python_command("smddp.tools.plan"), "list"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
 
@@ -335,7 +336,8 @@ def test_variables_with_which_ranks_cannot_meet(
     variables: dict[str, str], text: str, remedy: str
 ) -> None:
     examined, shown = (
-        programs.run("-m", module, **variables) for module in ("smddp.doctor", "smddp.topology")
+        programs.run("-m", module, **variables)
+        for module in ("smddp.tools.doctor", "smddp.tools.topology")
     )
     (finding,) = re.findall(r"✗ (rendezvous: .*)\n      → (.*)", examined.stdout)
     assert text in finding[0]
@@ -355,7 +357,7 @@ def test_a_rank_that_meets_nobody() -> None:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     ended = subprocess.run(
-        [sys.executable, "-c", "from datetime import timedelta\nfrom smddp import doctor\n"
+        [sys.executable, "-c", "from datetime import timedelta\nfrom smddp.tools import doctor\n"
          "doctor._WAIT = timedelta(seconds=3)\nraise SystemExit(doctor.main([]))"],
         env=os.environ | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                           "MASTER_PORT": str(port)},
@@ -371,7 +373,9 @@ def test_a_rank_that_meets_nobody() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
 @pytest.mark.costly
 def test_hosts_that_reach_one_another() -> None:
-    ended = programs.run(str(ROOT / "tools/hosts.py"), "--hosts", "2", "--", "-m", "smddp.doctor")
+    ended = programs.run(
+        str(ROOT / "tools/hosts.py"), "--hosts", "2", "--", "-m", "smddp.tools.doctor"
+    )
     assert ended.returncode == 0, ended.stderr
     assert "✓ all_reduce: 2 ranks" in ended.stdout
     assert "host1\n  ✓ cores" in ended.stdout
@@ -383,7 +387,7 @@ def test_hosts_that_reach_one_another() -> None:
 @pytest.mark.costly
 def test_hosts_that_do_not_reach_one_another() -> None:
     # Every host has this interface, and reaches only itself there.
-    command = [str(ROOT / "tools/hosts.py"), "--hosts", "2", "--", "-m", "smddp.doctor"]
+    command = [str(ROOT / "tools/hosts.py"), "--hosts", "2", "--", "-m", "smddp.tools.doctor"]
     ended = programs.run(*command, SMDDP_INTERFACE="lo")
     assert ended.returncode != 0
     for here, there in (("host0", "host1"), ("host1", "host0")):
@@ -409,7 +413,7 @@ def test_hosts_with_a_firewall_between_them(
             host.run("ip link set nowhere up")
             # An address that nobody has; without it, the sender would hear of the missing host.
             host.run(f"ip neigh add 10.78.0.{2 - number} lladdr 02:00:00:00:00:99 dev eth1")
-        assert hosts.launch(network, 1, ["-m", "smddp.doctor"]) != 0
+        assert hosts.launch(network, 1, ["-m", "smddp.tools.doctor"]) != 0
     found = capfd.readouterr().out
     for here, there in (("host0", "host1"), ("host1", "host0")):
         assert f"✗ connections: {here} does not reach {there} at 10.78.0." in found
@@ -426,7 +430,7 @@ def test_a_job_whose_hosts_do_not_reach_one_another(tmp_path: Path) -> None:
     script = tmp_path / "join.py"
     script.write_text(
         "import time, torch.distributed as dist\n"
-        "from smddp import doctor\n"
+        "from smddp.tools import doctor\n"
         "doctor.is_job()\n"
         "meeting = doctor.join_job()\n"  # the time does not count until both are here
         "began = time.monotonic()\n"
@@ -446,7 +450,7 @@ def test_a_job_whose_hosts_do_not_reach_one_another(tmp_path: Path) -> None:
 
 def _two_hosts(*scripts: str, **of_rank_1: str) -> list[subprocess.CompletedProcess[str]]:
     """Runs the doctor on two ranks, as on two hosts; before it, each rank runs its script."""
-    begin = "from datetime import timedelta\nfrom smddp import doctor\n"
+    begin = "from datetime import timedelta\nfrom smddp.tools import doctor\n"
     end = "\ndoctor._WAIT = timedelta(seconds=3)\nraise SystemExit(doctor.main([]))"
     with _local_ranks.reserved_port() as port:
         variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
@@ -544,15 +548,24 @@ def test_cores_of_all_ranks(
 
 @pytest.mark.costly
 def test_another_torch_is_one_sentence() -> None:
-    script = "import torch\ntorch.__version__ = '9.8.7'\nimport smddp_tool\nsmddp_tool.command()"
-    ended = subprocess.run(
-        [sys.executable, "-c", script, "doctor"],
-        env=os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 1
-    (line,) = ended.stderr.strip().splitlines()
+    script = "import torch\ntorch.__version__ = '9.8.7'\nfrom smddp.tools import cli\ncli.command()"
+    said = {}
+    for command in ("doctor", "env"):
+        ended = subprocess.run(
+            [sys.executable, "-c", script, command],
+            env=os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+            capture_output=True, text=True, timeout=110, check=False,
+        )  # fmt: skip
+        assert ended.returncode == 1
+        said[command] = ended.stdout, ended.stderr
+    (line,) = said["env"][1].strip().splitlines()
     assert line.startswith("smddp was built for torch ")
+    # What needs no torch is examined all the same.
+    findings, errors = said["doctor"]
+    assert errors == ""
+    assert findings.count(line) == 1
+    assert f"✗ versions: {line}" in findings
+    assert "✓ open files" in findings
 
 
 def test_lines_have_a_sign_and_a_remedy() -> None:

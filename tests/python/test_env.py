@@ -10,7 +10,8 @@ from pathlib import Path
 import programs
 import pytest
 
-from smddp import env
+from smddp.tools import env
+from smddp.torch._misspelt import misspelt
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,19 +21,19 @@ pytestmark = pytest.mark.usefixtures("_no_settings")
 def test_the_page_is_up_to_date() -> None:
     text = (ROOT / "docs/settings.md").read_text()
     assert env.insert(text, env.markdown(env.settings())) == text, (
-        "run `python -m smddp.env --markdown docs/settings.md`"
+        "run `smddp env --markdown docs/settings.md`"
     )
 
 
 def test_a_misspelt_variable_gets_the_nearest_name() -> None:
     known = [row["name"] for row in env.settings()]
-    said = env.misspelt({"SMDDP_PROVIDR": "tcp", "PATH": "/bin", known[0]: "x"}, known)
+    said = misspelt({"SMDDP_PROVIDR": "tcp", "PATH": "/bin", known[0]: "x"}, known)
     assert said == ["SMDDP_PROVIDR is not a setting of smddp: did you mean SMDDP_PROVIDER?"]
 
 
 def test_a_variable_like_no_other_points_to_the_list() -> None:
-    (said,) = env.misspelt({"SMDDP_XYZZY_QUUX": "1"}, [row["name"] for row in env.settings()])
-    assert said.endswith("see `python -m smddp.env`.")
+    (said,) = misspelt({"SMDDP_XYZZY_QUUX": "1"}, [row["name"] for row in env.settings()])
+    assert said.endswith("see `smddp env`.")
 
 
 def test_variables_of_the_original_library_are_not_misspelt() -> None:
@@ -42,8 +43,8 @@ def test_variables_of_the_original_library_are_not_misspelt() -> None:
         "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "8192",
         "SMDATAPARALLEL_OPTIMIZE_SDP": "true",
     }
-    assert env.misspelt(original, known) == []
-    (said,) = env.misspelt({"SMDDP_AG_SCRATCH_BUFFER_BYTES": "8192"}, known)
+    assert misspelt(original, known) == []
+    (said,) = misspelt({"SMDDP_AG_SCRATCH_BUFFER_BYTES": "8192"}, known)
     assert "did you mean SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES?" in said
 
 
@@ -55,7 +56,7 @@ def test_insert_replaces_only_what_is_between_the_markers() -> None:
 
 
 def tool(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return programs.run("-m", "smddp.env", *arguments, **variables)
+    return programs.run("-m", "smddp.tools.env", *arguments, **variables)
 
 
 def test_the_tool_shows_values_in_force() -> None:
@@ -77,7 +78,7 @@ def test_numbers_have_their_limits() -> None:
 def test_the_tool_names_a_value_that_does_not_parse() -> None:
     done = tool(SMDDP_FABRIC_WINDOW="many")
     assert done.returncode == 1
-    assert done.stderr.startswith("smddp.env: ")
+    assert done.stderr.startswith("smddp env: ")
     assert "SMDDP_FABRIC_WINDOW=many is not a whole number" in done.stderr
 
 
@@ -88,9 +89,9 @@ def test_all_values_that_do_not_parse_are_named() -> None:
         assert given in done.stderr
 
 
-@pytest.mark.parametrize("module", ["smddp.env", "smddp.plan"])
+@pytest.mark.parametrize("module", ["smddp.tools.env", "smddp.tools.plan"])
 def test_a_reader_who_leaves_early_is_no_trouble(module: str) -> None:
-    arguments = ["list"] if module == "smddp.plan" else []
+    arguments = ["list"] if module == "smddp.tools.plan" else []
     with subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -44,7 +44,7 @@ def failure_of(action: Callable[[], Any]) -> Failure:
         action()
     except dist.DistBackendError as error:
         kind = type(error)
-        if kind.__module__ != "smddp.errors":
+        if kind.__module__ != "smddp.torch.errors":
             raise
         return Failure(kind.__name__, str(error), time.monotonic(), os.getpid())
     raise AssertionError("nothing was raised")

@@ -12,7 +12,7 @@ import programs
 import pytest
 from ranks import reserved_port
 
-import smddp_launch
+from smddp.launch import cli, hostfile
 
 HOSTS = (
     "\ufeffnode0 slots=2\n# a comment\n\nnode1.cluster:4  # MPICH\nnode2 slots = 3 max_slots=8\n"
@@ -47,7 +47,7 @@ def be(monkeypatch: pytest.MonkeyPatch, name: str, *addresses: str) -> None:
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as raised:
-        smddp_launch.main([*arguments, "train.py"])
+        cli.main([*arguments, "train.py"])
     assert raised.value.code == 2
     return capsys.readouterr().err
 
@@ -55,14 +55,14 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_lines(file: Path) -> None:
     hosts = [("node0", 2), ("node1.cluster", 4), ("node2", 3), ("fe80::1", None)]
     hosts += [("fe80::2", 5), ("fe80::3", 6)]
-    assert smddp_launch.hosts_of_file(str(file)) == hosts
+    assert hostfile.hosts_of_file(str(file)) == hosts
 
 
 def test_a_line_for_each_rank(file: Path) -> None:
     """So PBS and LSF write it. Nodes with slots that this machine plays stay apart."""
     file.write_text("a\na\nb\nc slots=2\nc slots=2\na\nb\nd\n")
     hosts = [("a", 3), ("b", 2), ("c", 2), ("c", 2), ("d", None)]
-    assert smddp_launch.hosts_of_file(str(file)) == hosts
+    assert hostfile.hosts_of_file(str(file)) == hosts
 
 
 @pytest.mark.parametrize(
@@ -105,13 +105,13 @@ def test_which_line_is_this_host(
     name: str, addresses: list[str], node: int, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     be(monkeypatch, name, *addresses)
-    hosts = [host for host, _ in smddp_launch.hosts_of_file(str(file))]
-    assert smddp_launch.node_of_this_host(hosts) == node
+    hosts = [host for host, _ in hostfile.hosts_of_file(str(file))]
+    assert hostfile.node_of_this_host(hosts) == node
 
 
 def test_an_address_of_another_host() -> None:
     # 192.0.2.0/24 is for documentation; no host has it.
-    assert smddp_launch.node_of_this_host(["192.0.2.1", "127.0.0.1"]) == 1
+    assert hostfile.node_of_this_host(["192.0.2.1", "127.0.0.1"]) == 1
 
 
 def test_no_line_or_several(
@@ -127,7 +127,7 @@ def test_no_line_or_several(
 
 
 def planned(capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    smddp_launch.main([*options, "--dry-run", "train.py"])
+    cli.main([*options, "--dry-run", "train.py"])
     return capsys.readouterr().out
 
 
@@ -209,7 +209,7 @@ def test_two_agents_and_a_restart(tmp_path: Path) -> None:
     script, hosts = tmp_path / "train.py", tmp_path / "hosts"
     script.write_text(_SCRIPT)
     hosts.write_text("127.0.0.1 slots=1\n127.0.0.1 slots=1\n")
-    command = ["-m", "smddp_launch", "--hostfile", str(hosts)]
+    command = ["-m", "smddp.launch", "--hostfile", str(hosts)]
     command += ["--max-restarts", "1", "--node-rank"]
     with reserved_port() as port:
         commands = [[*command, str(node), str(script)] for node in range(2)]
@@ -228,7 +228,7 @@ def test_each_host_finds_its_line(tmp_path: Path) -> None:
     script.write_text(_SCRIPT.replace("generation == 0", "generation == 1"))
     with namespaces.Hosts(2) as network:
         hosts.write_text(f"{network.address(0)} slots=1\n{network.address(1)} slots=2\n")
-        command = ["-m", "smddp_launch", "--hostfile", str(hosts), str(script)]
+        command = ["-m", "smddp.launch", "--hostfile", str(hosts), str(script)]
         text = _run([command] * 2, network)
     assert "0 ['0', '1', 'node0'] [3.0, 3.0, 3.0] of 0" in text
     assert "1 ['0', '2', 'node1'] [3.0, 3.0, 3.0] of 0" in text

@@ -49,14 +49,14 @@ def test_whoever_has_another_is_named(layout: str, token: str, seen: str) -> Non
 
 
 def test_the_token_is_never_printed() -> None:
-    done = programs.run("-m", "smddp.env", SMDDP_JOB_TOKEN=SECRET)
+    done = programs.run("-m", "smddp.tools.env", SMDDP_JOB_TOKEN=SECRET)
     assert done.returncode == 0, done.stderr
     assert "SMDDP_JOB_TOKEN=(hidden)  (secret, from the environment)" in done.stdout
     assert SECRET not in done.stdout + done.stderr
 
 
 def test_a_short_token_is_refused() -> None:
-    done = programs.run("-m", "smddp.env", SMDDP_JOB_TOKEN=SECRET[1:])
+    done = programs.run("-m", "smddp.tools.env", SMDDP_JOB_TOKEN=SECRET[1:])
     assert done.returncode != 0
     said = done.stdout + done.stderr
     assert "SMDDP_JOB_TOKEN has 15 characters, and needs at least 16" in said

@@ -22,7 +22,8 @@ import programs
 import pytest
 import torch.distributed as dist
 
-import smddp_launch
+from smddp.launch import cli, environment, rendezvous, slurm
+from smddp.launch.layout import ranks_of_nodes
 
 ROOT = Path(__file__).resolve().parents[2]
 # An environment of its own, because some programs behave differently if they find mpi4py.
@@ -40,8 +41,8 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def completed(monkeypatch: pytest.MonkeyPatch, **variables: str) -> tuple[bool, list[str | None]]:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    smddp_launch.complete_from_launcher()
-    found = smddp_launch.complete_rendezvous()
+    environment.complete_from_launcher()
+    found = rendezvous.complete_rendezvous()
     return found, [os.environ.get(name) for name in NAMES[:5]]
 
 
@@ -103,13 +104,13 @@ def test_the_script_of_sbatch_is_no_rank(
     for name, value in BATCH.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="job of Slurm with 8 tasks, and none of these: let srun"):
-        smddp_launch.prepare_rendezvous()
+        rendezvous.prepare_rendezvous()
     assert "has no rank" in refused(capsys, "true")
-    assert smddp_launch.is_shell_of_slurm()
-    smddp_launch.prepare_rendezvous(rank=0, size=1)  # the script says so itself
+    assert slurm.is_shell_of_slurm()
+    rendezvous.prepare_rendezvous(rank=0, size=1)  # the script says so itself
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert not smddp_launch.is_shell_of_slurm()
-    smddp_launch.prepare_rendezvous()
+    assert not slurm.is_shell_of_slurm()
+    rendezvous.prepare_rendezvous()
     assert os.environ["WORLD_SIZE"] == "8"
 
 
@@ -117,7 +118,7 @@ def test_the_script_of_sbatch_is_no_rank(
 def test_a_variable_that_is_no_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "two")
     with pytest.raises(ValueError, match=f"{name}=two: expects a number"):
-        smddp_launch.prepare_rendezvous()
+        rendezvous.prepare_rendezvous()
 
 
 HOSTS = {
@@ -130,7 +131,7 @@ HOSTS = {
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as raised:
-        smddp_launch.main(arguments)
+        cli.main(arguments)
     assert raised.value.code == 2
     return capsys.readouterr().err
 
@@ -175,7 +176,7 @@ def test_jobs_of_mpich_on_one_host_have_ports_of_their_own(tmp_path: Path) -> No
     # Between the proxy and a rank there may be other programs.
     proxy.write_text('#!/bin/sh\nfor rank in 0 1; do PMI_RANK=$rank sh -c "$WHAT; true"; done\n')
     proxy.chmod(0o755)
-    variables = {"WHAT": f"{sys.executable} -m smddp_launch sh -c 'echo $MASTER_PORT'"}
+    variables = {"WHAT": f"{sys.executable} -m smddp.launch sh -c 'echo $MASTER_PORT'"}
     variables |= {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "SLURM_JOB_ID": "7"}
     ports = []
     for place, group in (("n1:4711", "0"), ("n1:4712", "0"), ("n1:4711", "1")):
@@ -211,9 +212,9 @@ def test_mpirun_in_a_job_of_slurm(monkeypatch: pytest.MonkeyPatch, names: dict[s
 def test_options_of_the_wrapper(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["python", "-m", "mpi4py", "train.py", "-i", "3"]
     options = ["-i", "ml.p4d.24xlarge", "--allow-bypass", "--dry-run"]
-    smddp_launch.main([*options, *command])
+    cli.main([*options, *command])
     assert capsys.readouterr().out == "python -m mpi4py train.py -i 3\n"
-    smddp_launch.main(["--dry-run", "--", "train.py"])
+    cli.main(["--dry-run", "--", "train.py"])
     assert capsys.readouterr().out == f"{sys.executable} train.py\n"
     assert "name what to run" in refused(capsys, "--allow-bypass")
     assert "has no rank" in refused(capsys, "true")
@@ -226,7 +227,7 @@ def test_options_of_the_wrapper(capsys: pytest.CaptureFixture[str]) -> None:
 def test_nodes_that_one_machine_plays(
     ranks: int | None, nodes: str | None, layout: list[int]
 ) -> None:
-    assert smddp_launch.ranks_of_nodes(ranks, nodes) == layout
+    assert ranks_of_nodes(ranks, nodes) == layout
 
 
 @pytest.mark.parametrize(
@@ -254,15 +255,15 @@ def test_options_that_have_no_effect_under_mpirun(
         monkeypatch.setenv(name, value)
     assert "--max-restarts needs -n" in refused(capsys, "--max-restarts", "1", "true")
     # Each of the ranks would start others. One of them says so.
-    smddp_launch.main(["-n", "2", "--dry-run", "true"])
+    cli.main(["-n", "2", "--dry-run", "true"])
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    smddp_launch.main(["-n", "2", "--dry-run", "true"])
+    cli.main(["-n", "2", "--dry-run", "true"])
     assert "started 4 processes, and each of them starts a job" in capsys.readouterr().err
     # One process on each host starts the ranks of that host.
     file = tmp_path / "hosts"
     file.write_text("localhost slots=2")
-    smddp_launch.main(["--hostfile", str(file), "--dry-run", "true"])
+    cli.main(["--hostfile", str(file), "--dry-run", "true"])
     assert capsys.readouterr().err == ""
 
 
@@ -286,7 +287,7 @@ def test_torchrun_that_cannot_go_on(
     monkeypatch.setenv("SMDDPRUN", "")  # so that what smddprun sets does not stay
     monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "")
     with pytest.raises(SystemExit) as raised:
-        smddp_launch.main(["-n", "2", "true"])
+        cli.main(["-n", "2", "true"])
     assert raised.value.code == code
 
 
@@ -332,7 +333,8 @@ def test_a_script_for_another_backend(tmp_path: Path) -> None:
         value = [6.0] * 3 if rank < 2 else [3.0] * 3
         names = ["ProcessGroup"] * (2 if rank < 2 else 1)
         for asked in (["gloo"], [], ["cpu:gloo,meta:gloo"], ["mpi"]):
-            assert f"{asked} {rank} {node} smddp {names} {value}" in ended.stdout, ended.stdout
+            name = asked[0] if asked else "undefined"
+            assert f"{asked} {rank} {node} {name} {names} {value}" in ended.stdout, ended.stdout
     assert ended.stderr.count("and gets smddp on the CPU") == 5
 
 
@@ -524,7 +526,7 @@ def test_variables_are_enough(variables: dict[str, str], wrapper: bool, tmp_path
         for rank in range(2)
     ]
     if wrapper:
-        command = ["-m", "smddp_launch", sys.executable, script]
+        command = ["-m", "smddp.launch", sys.executable, script]
         done = programs.run_together([command] * 2, environments)
     else:  # smddp finds the variables when torch is imported
         done = interpreters.run_together([script], environments)
@@ -566,7 +568,7 @@ def _mpirun(
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["prterun", "mpiexec.hydra"])
 WRAPPERS = pytest.mark.parametrize(
-    "wrapper", [["-m", "smddp_launch", sys.executable], []], ids=["smddprun", "bare"]
+    "wrapper", [["-m", "smddp.launch", sys.executable], []], ids=["smddprun", "bare"]
 )
 
 

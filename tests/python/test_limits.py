@@ -18,9 +18,9 @@ import ranks
 import torch
 import torch.distributed as dist
 
-import smddp._load
-import smddp.env
-from smddp import _C
+import smddp.tools.env
+import smddp.torch._load
+from smddp.torch import _C
 
 pytestmark = pytest.mark.multiprocess
 
@@ -33,7 +33,7 @@ def _descriptors() -> int:
 
 def _limited(spare: int) -> tuple[str, str, int]:
     """Returns class and text of the error, and the descriptors in use after another attempt."""
-    smddp._load.load()
+    smddp.torch._load.load()
     rank = int(os.environ["RANK"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     before = _descriptors()
@@ -122,7 +122,7 @@ def test_a_rank_that_runs_out_after_the_start_ends_the_call(layout: str, wire: s
 
 
 def test_with_libfabric_the_error_names_the_limit_too() -> None:
-    if why := smddp._load.load().build_info()["no_libfabric"]:
+    if why := smddp.torch._load.load().build_info()["no_libfabric"]:
         pytest.skip(why)
     outcomes = ranks.check_ranks(_runs_out_after_the_start, "1+1", "fp32", "tcp")
     assert outcomes[POOR][0] == "SMDDPResourceError"

@@ -1,4 +1,4 @@
-"""smddp_numpy: collectives on numpy arrays, without torch, against the same arithmetic in numpy."""
+"""smddp.numpy: collectives on numpy arrays, without torch, against the same arithmetic in numpy."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ import pytest
 import ranks
 import torch
 
-import smddp_numpy
-from smddp_numpy import Op
+import smddp.numpy
+from smddp.numpy import Op
 
 pytestmark = pytest.mark.multiprocess
 
@@ -43,7 +43,7 @@ def same(found: Any, expected: Any, what: str) -> None:
 
 
 def collectives() -> None:
-    world = smddp_numpy.init()
+    world = smddp.numpy.init()
     size, me = world.size, world.rank
     for count in COUNTS:
         for kind in TYPES:
@@ -87,7 +87,7 @@ def test_values(layout: str) -> None:
 
 
 def operations() -> None:
-    world = smddp_numpy.init()
+    world = smddp.numpy.init()
     own = np.array([1.0, -2.0, 3.0]) * (world.rank + 1)
     every = world.allgather(own)
     expected = {
@@ -116,7 +116,7 @@ def operations() -> None:
         assert (work.wait() == 2 * number).all()
         assert work.is_completed()
     # Memory that ranks share.
-    shared = smddp_numpy.empty((1000, 10), np.float32)
+    shared = smddp.numpy.empty((1000, 10), np.float32)
     shared[:] = world.rank
     world.allreduce(shared, out=shared)
     assert (shared == 1).all()
@@ -136,9 +136,9 @@ def operations() -> None:
     # Nothing is held any longer.
     world.barrier()
     deadline = time.monotonic() + 10
-    while smddp_numpy._held and time.monotonic() < deadline:
+    while smddp.numpy._held and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not smddp_numpy._held
+    assert not smddp.numpy._held
     world.leave()
     with pytest.raises(ValueError, match="has left the group"):
         world.barrier()
@@ -149,7 +149,7 @@ def test_operations_and_messages() -> None:
 
 
 def divided() -> tuple[int, float]:
-    world = smddp_numpy.init()
+    world = smddp.numpy.init()
     odd = world.rank % 2
     members = [rank for rank in range(world.size) if rank % 2 == odd]
     group = world.split(members[::-1])
@@ -170,7 +170,7 @@ def test_groups_of_some_ranks() -> None:
 def again() -> None:
     """Leaves and joins as fast as possible; no rank may meet at the store of the job before."""
     for number in range(10):
-        world = smddp_numpy.init(timeout=30)
+        world = smddp.numpy.init(timeout=30)
         assert world.allreduce(np.array(number + world.rank)) == 2 * number + 1
         world.leave()
 
@@ -193,7 +193,7 @@ def message_of(call: Any) -> str:
 
 def foreign() -> None:
     """Tensors of torch come through DLPack, without a copy."""
-    world = smddp_numpy.init()
+    world = smddp.numpy.init()
     mine = torch.arange(4, dtype=torch.float64) + world.rank
     np.testing.assert_array_equal(world.allreduce(mine), [1.0, 3.0, 5.0, 7.0])
     result = torch.empty(4, dtype=torch.float64)
@@ -215,7 +215,7 @@ def test_arrays_of_others() -> None:
 
 
 def misuse() -> None:
-    world = smddp_numpy.init()
+    world = smddp.numpy.init()
     x = np.ones((2, 3))
     frozen = np.ones(3)
     frozen.flags.writeable = False
@@ -279,7 +279,7 @@ def misuse() -> None:
         (lambda: world.split([9]), "ValueError: smddp: 9 is no rank of a group of 2"),
     ]:
         assert message_of(call).startswith(text), message_of(call)
-    assert not smddp_numpy._held
+    assert not smddp.numpy._held
     # The group is whole.
     assert world.allreduce(np.ones(1))[0] == 2
     world.leave()
@@ -290,7 +290,7 @@ def test_misuse_is_refused_before_anything_is_started() -> None:
 
 
 def wrong(how: str) -> str:
-    world = smddp_numpy.init(timeout=20)
+    world = smddp.numpy.init(timeout=20)
     x = np.ones(10)
     if how == "mismatch":
         return message_of(lambda: world.allreduce(x if world.rank else x[:5]))
@@ -316,7 +316,7 @@ def test_errors_name_the_rank() -> None:
 
 
 def interrupted() -> str:
-    world = smddp_numpy.init()
+    world = smddp.numpy.init()
     if world.rank == 0:
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
@@ -334,7 +334,7 @@ def test_ctrl_c_ends_a_wait() -> None:
 
 
 def asking() -> None:
-    world = smddp_numpy.init()
+    world = smddp.numpy.init()
     if world.rank:
         world.barrier()
         world.send(np.ones(4), 0)
@@ -378,14 +378,14 @@ def arguments_of_init() -> None:
         ({"timeout": None}, "TypeError: smddp: a timeout is a number of seconds, not None"),
         ({"host": 5}, "TypeError: smddp: a host is a string, not 5"),
     ]:
-        found = message_of(lambda given=arguments: smddp_numpy.init(**given))
+        found = message_of(lambda given=arguments: smddp.numpy.init(**given))
         assert found.startswith(text), found
     for name in ("RANK", "WORLD_SIZE"):
         os.environ[name] = "x"
-        found = message_of(smddp_numpy.init)
+        found = message_of(smddp.numpy.init)
         assert found.startswith(f"ValueError: smddp: {name}='x' in the environment"), found
         del os.environ[name]
-    assert smddp_numpy.init().size == 1
+    assert smddp.numpy.init().size == 1
 
 
 def test_wrong_arguments_of_init() -> None:
@@ -395,9 +395,9 @@ def test_wrong_arguments_of_init() -> None:
 def alone() -> None:
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        smddp_numpy.init(0, 2, "127.0.0.1", timeout=100)
-    with pytest.raises(smddp_numpy.CollectiveTimeoutError, match="nobody serves the store"):
-        smddp_numpy.init(1, 2, "127.0.0.1", timeout=0.5)
+        smddp.numpy.init(0, 2, "127.0.0.1", timeout=100)
+    with pytest.raises(smddp.numpy.CollectiveTimeoutError, match="nobody serves the store"):
+        smddp.numpy.init(1, 2, "127.0.0.1", timeout=0.5)
     for arguments, text in [
         ((2, 2, "127.0.0.1"), "rank 2 is no rank of a job of 2"),
         ((0, 2, "no-such-host.invalid", 29600, 1.0), "no address of host"),
@@ -406,12 +406,12 @@ def alone() -> None:
         ((0, 1, "127.0.0.1", 0, 0.0), "the time-out is 0"),
     ]:
         with pytest.raises(ValueError, match=text):
-            smddp_numpy.init(*arguments)
+            smddp.numpy.init(*arguments)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(smddp_numpy.TransportError, match="cannot serve the store"):
-            smddp_numpy.init(0, 2, "127.0.0.1", taken.getsockname()[1], timeout=5)
-        with pytest.raises(smddp_numpy.CollectiveTimeoutError, match="does not answer"):
-            smddp_numpy.init(1, 2, "127.0.0.1", taken.getsockname()[1], timeout=0.5)
+        with pytest.raises(smddp.numpy.TransportError, match="cannot serve the store"):
+            smddp.numpy.init(0, 2, "127.0.0.1", taken.getsockname()[1], timeout=5)
+        with pytest.raises(smddp.numpy.CollectiveTimeoutError, match="does not answer"):
+            smddp.numpy.init(1, 2, "127.0.0.1", taken.getsockname()[1], timeout=0.5)
 
 
 def test_a_job_whose_ranks_do_not_meet() -> None:
@@ -435,7 +435,7 @@ def failing_to_meet(how: str, wrong: int, comes_after: float) -> tuple[str, floa
             threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     began = time.monotonic()
     try:
-        smddp_numpy.init(rank, size, timeout=30)
+        smddp.numpy.init(rank, size, timeout=30)
     except BaseException as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - began
     raise AssertionError("no error")
@@ -486,7 +486,7 @@ def with_strangers() -> None:
         thread.start()
     else:
         time.sleep(1)  # the store is there, and is disturbed
-    world = smddp_numpy.init(port=port, timeout=30)
+    world = smddp.numpy.init(port=port, timeout=30)
     assert world.allreduce(np.ones(3)).tolist() == [2, 2, 2]
     world.leave()
 
@@ -501,11 +501,11 @@ def test_strangers_are_disconnected() -> None:
 PROGRAM = """
 import sys
 import numpy
-import smddp_numpy
-world = smddp_numpy.init()
+import smddp.numpy
+world = smddp.numpy.init()
 x = world.allreduce(numpy.arange(4.0) + world.rank)
 world.leave()
-assert "torch" not in sys.modules and "smddp" not in sys.modules
+assert "torch" not in sys.modules
 print(x.tolist())
 """
 
@@ -544,7 +544,7 @@ def test_a_process_without_torch(count: int, tmp_path: Path) -> None:
 def test_a_killed_rank_of_smddprun_has_written_its_lines() -> None:
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     script = (
-        "import os, smddp_numpy; smddp_numpy.init(0, 1); print('epoch', 1); os.kill(os.getpid(), 9)"
+        "import os, smddp.numpy; smddp.numpy.init(0, 1); print('epoch', 1); os.kill(os.getpid(), 9)"
     )
     ended = subprocess.run(
         [sys.executable, "-c", script], env=variables | {"SMDDPRUN": "1"},

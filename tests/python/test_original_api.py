@@ -18,7 +18,7 @@ import torch.distributed as dist
 from interpreters import succeed
 from torch import nn
 
-from smddp import dataparallel
+from smddp.torch import dataparallel
 
 TORCH = "smdistributed.dataparallel.torch"
 

@@ -1,4 +1,4 @@
-"""`python -m smddp.plan`: prints plans, and checks them."""
+"""`smddp plan`: prints plans, and checks them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from smddp import _load, plan
+from smddp.tools import plan
+from smddp.torch import _load
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_errors_are_one_sentence(
 ) -> None:
     assert plan.main(command.split()) == 1
     said = capsys.readouterr().err
-    assert said.startswith("smddp.plan: ")
+    assert said.startswith("smddp plan: ")
     assert text in said
 
 

@@ -1,4 +1,4 @@
-"""`python -m smddp.plan draw`: one HTML file with the plans of all ranks."""
+"""`smddp plan draw`: one HTML file with the plans of all ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from xml.etree import ElementTree
 import pytest
 from ranks import ROOT
 
-from smddp import _load, plan
-from smddp.plan_steps import Job, Number, read
+from smddp.tools import plan
+from smddp.tools.plan_steps import Job, Number, read
+from smddp.torch import _load
 
 _VOID = {"meta", "input"}
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -255,7 +256,7 @@ def test_errors_are_one_sentence(
 ) -> None:
     assert plan.main(command.split()) == 1
     said = capsys.readouterr().err
-    assert said.startswith("smddp.plan: ")
+    assert said.startswith("smddp plan: ")
     assert said.count("\n") == 1
     assert text in said
 

@@ -66,7 +66,7 @@ def test_how_a_program_ends(code: str) -> None:
 
 
 def test_a_module_with_arguments() -> None:
-    forked, new = _both("-u", "-m", "smddp_launch", "--help")
+    forked, new = _both("-u", "-m", "smddp.launch", "--help")
     assert forked.stdout == new.stdout
     assert "usage: smddprun" in forked.stdout
     assert sys.executable not in forked.stderr

@@ -25,7 +25,7 @@ def test_import_by_the_original_name_registers_the_backend() -> None:
         import smdistributed.dataparallel.torch.torch_smddp
         import smdistributed.dataparallel.torch.torch_smddp as again
         import smddp
-        from smddp_autoload import autoload, register
+        from smddp._autoload import autoload, register
 
         autoload()
         register()  # any number of times
@@ -103,6 +103,9 @@ def test_another_torch_is_refused_in_one_sentence() -> None:
 
         torch.__version__ = "9.8.7+cpu"
         import smddp
+
+        print(smddp.__version__, len(dir(smddp)), getattr(smddp, "absent", 0))
+        smddp.describe
         """
     )
     assert ended.returncode == 1
@@ -119,15 +122,16 @@ def test_autoload_never_breaks_import_torch() -> None:
         import warnings
 
         import torch.distributed as dist
-        import smddp_autoload
 
         def broken(*arguments, **options):
             raise RuntimeError("no such thing")
 
         dist.Backend.register_backend = broken
+        import smddp._autoload
+
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            smddp_autoload.autoload()
+            smddp._autoload.autoload()
         assert "could not be registered: no such thing" in str(caught[0].message)
         """
     )
@@ -154,7 +158,7 @@ def test_import_torch_survives_an_smddp_that_does_not_fit(
         store = dist.HashStore()
         for wanted in (
             lambda: dist.init_process_group("smddp", store=store, rank=0, world_size=1),
-            lambda: __import__("smddp"),
+            lambda: __import__("smddp").describe,
         ):
             try:
                 wanted()
@@ -176,8 +180,8 @@ def test_import_torch_makes_the_backend_known(tmp_path: Path) -> None:
         for name in ("smddp", "cpu:smddp,cuda:gloo"):
             dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
             dist.destroy_process_group()
-        import smddp, smddp._load
-        facts = smddp._load.load().build_info()
+        import smddp, smddp.torch._load
+        facts = smddp.torch._load.load().build_info()
         assert facts["torch"].startswith({RELEASE!r} + ".")
         assert smddp.__version__ == facts["version"]
     """
@@ -208,7 +212,7 @@ def test_a_libfabric_that_cannot_be_loaded_is_named(tmp_path) -> None:
     succeed(
         """
         import smddp
-        from smddp import _load
+        from smddp.torch import _load
 
         why = _load.load().build_info()["no_libfabric"]
         if "built without libfabric" not in why:
@@ -250,6 +254,7 @@ def test_a_setting_that_comes_too_late_is_not_passed_over_in_silence() -> None:
     ended = run(
         """
         import os
+        import torch
         import smddp
 
         os.environ["SMDDP_INSTEAD_OF"] = "gloo"
@@ -267,7 +272,7 @@ def test_the_backend_is_not_for_gpus_where_there_are_none() -> None:
         import torch.distributed as dist
 
         torch.version.cuda, torch.version.hip = "13.0", None
-        from smddp_registration import _may_have_gpu
+        from smddp._registration import _may_have_gpu
         exists = os.path.exists
         os.path.exists = lambda path: path == "/dev/nvidiactl" or exists(path)
         assert _may_have_gpu()
@@ -304,7 +309,7 @@ def test_the_version() -> None:
 
     import smddp
 
-    for module in ("smddp", "smddp_tool"):
+    for module in ("smddp", "smddp.tools.cli"):
         ended = run(
             f"""
             import runpy

@@ -18,8 +18,8 @@ import ranks
 import torch
 import torch.distributed as dist
 
-from smddp import status
-from smddp._spans import spans
+from smddp.tools import status
+from smddp.tools._spans import spans
 
 pytestmark = pytest.mark.multiprocess
 

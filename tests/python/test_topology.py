@@ -16,7 +16,7 @@ import programs
 import pytest
 import ranks
 
-from smddp import cli, topology, topology_drawing
+from smddp.tools import cli, topology, topology_drawing
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:
@@ -201,7 +201,7 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def _be_topology() -> None:
     os.environ.pop("SMDDP_PROVIDER", None)  # the choice of smddp is what is shown
-    programs.become(["-m", "smddp.topology", "--json"], dict(os.environ))
+    programs.become(["-m", "smddp.tools.topology", "--json"], dict(os.environ))
 
 
 def _be_twins(folder: Path) -> None:
@@ -212,7 +212,7 @@ def _be_twins(folder: Path) -> None:
     script = f"""
     import torch
     from pathlib import Path
-    from smddp import doctor, topology
+    from smddp.tools import doctor, topology
     def numpy(tensor, **options):
         raise RuntimeError("Numpy is not available")
     torch.Tensor.numpy = numpy
@@ -226,7 +226,7 @@ def _be_slow() -> None:
     """Rank 1 reads late what the others have told."""
     script = """
     import time
-    from smddp import _meeting, topology
+    from smddp.tools import _meeting, topology
     def told(self, what, told=_meeting.Meeting.told):
         time.sleep(2 if (what, self.rank) == ("host", 1) else 0)
         return told(self, what)

@@ -148,7 +148,7 @@ def _be_rank(job: Job, rank: int, folder: Path) -> NoReturn:
     status = 1
     try:
         result = getattr(importlib.import_module(module), name)(*arguments)
-        assert not {"torch", "smddp"} & set(sys.modules)
+        assert "torch" not in sys.modules
         (folder / f"result{rank}").write_bytes(pickle.dumps(result))
         status = 0
     except BaseException:

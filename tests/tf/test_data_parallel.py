@@ -475,7 +475,7 @@ def test_errors_name_the_rank_or_the_number() -> None:
 
 
 def versions() -> None:
-    from smddp_tensorflow.versions import check
+    from smddp.tensorflow.versions import check
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -492,7 +492,7 @@ def test_other_versions_are_named() -> None:
 
 
 def test_the_launcher_says_that_it_needs_torch() -> None:
-    command = [sys.executable, "-m", "smddp_launch", "-n", "2", __file__]
+    command = [sys.executable, "-m", "smddp.launch", "-n", "2", __file__]
     done = subprocess.run(command, cwd=jobs.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "torch is not installed: `pip install torch`, or start them by mpirun" in done.stderr

@@ -49,11 +49,11 @@ def constants() -> None:
         (gradient,) = tape.gradient(loss, [weight])
         return sdp.allreduce(gradient, 0, 1, op=sdp.ReduceOp.SUM)
 
-    from smddp_tensorflow import job
+    from smddp.tensorflow import job
 
     operations = job.operations()
     assert operations is not None
-    begun = operations.kernels.library.smddp_tensorflow_begun
+    begun = operations.kernels.library.smddp_kernels_begun
     for _ in range(3):
         before = begun()
         assert [float(one[0]) for one in folded()] == [ranks] * 3
@@ -347,7 +347,7 @@ def left_on_another_thread() -> None:
         os.set_blocking(reader, False)
         with pytest.raises(BlockingIOError):
             os.read(reader, 10)
-    from smddp_tensorflow import job
+    from smddp.tensorflow import job
 
     real = job.operations
     job.operations = lambda: 1 / 0
@@ -465,7 +465,7 @@ def test_a_host_without_compiler(tmp_path: Path) -> None:
 
 
 def compiled() -> None:
-    from smddp_tensorflow import kernels
+    from smddp.tensorflow import kernels
 
     calls = Path(os.environ["XDG_CACHE_HOME"]).parent / "calls"
     real = kernels._compile
@@ -489,7 +489,7 @@ def test_one_rank_of_a_host_compiles(tmp_path: Path) -> None:
 
 
 def with_a_library_that_does_not_load() -> None:
-    from smddp_tensorflow import kernels
+    from smddp.tensorflow import kernels
 
     found = kernels.load()
     assert found is not None
@@ -511,7 +511,7 @@ def test_a_library_that_does_not_load_is_made_again(tmp_path: Path) -> None:
 
 
 def remade() -> list[str]:
-    from smddp_tensorflow import kernels
+    from smddp.tensorflow import kernels
 
     found = kernels.load()
     assert found is not None
@@ -544,7 +544,7 @@ def test_old_libraries_are_removed(tmp_path: Path) -> None:
 def unwritable(folder: str) -> str:
     import tempfile
 
-    from smddp_tensorflow import kernels
+    from smddp.tensorflow import kernels
 
     tempfile.tempdir = folder
     return str(kernels._cache())
@@ -734,7 +734,7 @@ def old_graph() -> None:
         assert send is not None
         hook = sdp.BroadcastGlobalVariablesHook(0)
         hook.begin()
-        from smddp_tensorflow.gradients import averaged
+        from smddp.tensorflow.gradients import averaged
 
         given = [value * 1.0 for value in values]
         means = averaged(given, values, bucket_cap_mb=1e-6)

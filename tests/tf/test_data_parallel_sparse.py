@@ -108,7 +108,7 @@ def combined() -> None:
     import tensorflow as tf
 
     import smdistributed.dataparallel.tensorflow as sdp
-    from smddp_tensorflow.gradients import averaged
+    from smddp.tensorflow.gradients import averaged
 
     sdp.init(timeout=60)
     me, size = sdp.rank(), sdp.size()

@@ -581,7 +581,7 @@ def misuse() -> dict[str, str]:
 
 
 def smp_model() -> Any:
-    from smddp_tensorflow.modelparallel.model import current
+    from smddp.modelparallel.tensorflow.model import current
 
     return current()
 

@@ -184,7 +184,7 @@ def slow() -> None:
     import tensorflow as tf
 
     import smdistributed.modelparallel.tensorflow as smp
-    from smddp_tensorflow.modelparallel.channel import Channel
+    from smddp.modelparallel.tensorflow.channel import Channel
 
     take = Channel.take
 
@@ -210,7 +210,7 @@ def left_before() -> None:
 
     import smdistributed.dataparallel.tensorflow as sdp
     import smdistributed.modelparallel.tensorflow as smp
-    from smddp_tensorflow.modelparallel import job
+    from smddp.modelparallel.tensorflow import job
 
     for fails in (False, True, False):
         model = model_of(smp, tf)

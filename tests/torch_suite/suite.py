@@ -51,7 +51,7 @@ class Suite:
         from torch.testing._internal.distributed import distributed_test
 
         # Loaded here once, before the ranks are forked.
-        from smddp import _load
+        from smddp.torch import _load
 
         _load.load()
         gates.open_lists(distributed_test)

@@ -1,6 +1,6 @@
 """The interface of versions 1.0 to 1.3, which scripts import as `dist`; deprecated."""
 
-from smddp.dataparallel import (
+from smddp.torch.dataparallel import (
     ReduceOp,
     all_gather,
     all_reduce,

@@ -1,5 +1,5 @@
 """The errors that may end a job; launchers search the log for these names."""
 
-from smddp_smp.errors import SMPInitializationError, SMPPeerError
+from smddp.modelparallel.core.errors import SMPInitializationError, SMPPeerError
 
 __all__ = ["SMPInitializationError", "SMPPeerError"]

@@ -1,4 +1,4 @@
 """Model parallelism for TensorFlow under its original import name."""
 
-from smddp_tensorflow.modelparallel import *  # noqa: F403
-from smddp_tensorflow.modelparallel import __all__ as __all__
+from smddp.modelparallel.tensorflow import *  # noqa: F403
+from smddp.modelparallel.tensorflow import __all__ as __all__

@@ -1,8 +1,8 @@
 """`import smdistributed.modelparallel.torch as smp`."""
 
 import smdistributed.modelparallel.torch.step  # noqa: F401
-from smddp.modelparallel import *  # noqa: F403
-from smddp.modelparallel import step as _decorator
+from smddp.modelparallel.torch import *  # noqa: F403
+from smddp.modelparallel.torch import step as _decorator
 from smdistributed.modelparallel.torch import (
     exceptions,
     model,

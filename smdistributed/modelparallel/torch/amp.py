@@ -1,5 +1,5 @@
 """Mixed precision."""
 
-from smddp.modelparallel.optimizer.amp import GradScaler
+from smddp.modelparallel.torch.optimizer.amp import GradScaler
 
 __all__ = ["GradScaler"]

@@ -1,6 +1,6 @@
 """The errors that may end a job; launchers search the log for these names."""
 
-from smddp_smp.errors import (
+from smddp.modelparallel.core.errors import (
     SMPConfigurationError,
     SMPMicrobatchError,
     SMPPartitionError,

@@ -1,5 +1,5 @@
 """`smp.model`."""
 
-from smddp.modelparallel.model.distributed_model import DistributedModel
+from smddp.modelparallel.torch.model.distributed_model import DistributedModel
 
 __all__ = ["DistributedModel"]

@@ -1,5 +1,5 @@
 """`smp.optimizers`."""
 
-from smddp.modelparallel.optimizer.fused import FusedAdam, FusedLAMB, FusedLamb, FusedNovoGrad
+from smddp.modelparallel.torch.optimizer.fused import FusedAdam, FusedLAMB, FusedLamb, FusedNovoGrad
 
 __all__ = ["FusedAdam", "FusedLAMB", "FusedLamb", "FusedNovoGrad"]

@@ -1,5 +1,5 @@
 """Where some scripts look for `smp.state`."""
 
-from smddp.modelparallel.job.state import state
+from smddp.modelparallel.torch.job.state import state
 
 __all__ = ["state"]

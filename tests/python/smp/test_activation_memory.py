@@ -19,11 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.activations.offload import Offloader
-from smddp.modelparallel.pipeline.frame import Frame
-from smddp.modelparallel.pipeline.outlook import Outlook, key_of
-from smddp.modelparallel.pipeline.step import Schedule
-from smddp_smp.errors import SMPMicrobatchError, SMPPeerError, SMPUsageError
+from smddp.modelparallel.core.errors import SMPMicrobatchError, SMPPeerError, SMPUsageError
+from smddp.modelparallel.torch.activations.offload import Offloader
+from smddp.modelparallel.torch.pipeline.frame import Frame
+from smddp.modelparallel.torch.pipeline.outlook import Outlook, key_of
+from smddp.modelparallel.torch.pipeline.step import Schedule
 
 pytestmark = pytest.mark.multiprocess
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.activations.region import Region
-from smddp.modelparallel.pipeline.executor import Executor
-from smddp.modelparallel.pipeline.protocol import Kind
-from smddp_smp.errors import SMPMicrobatchError, SMPPartitionError, SMPUsageError
+from smddp.modelparallel.core.errors import SMPMicrobatchError, SMPPartitionError, SMPUsageError
+from smddp.modelparallel.torch.activations.region import Region
+from smddp.modelparallel.torch.pipeline.executor import Executor
+from smddp.modelparallel.torch.pipeline.protocol import Kind
 from smdistributed.modelparallel.torch.patches import checkpoint as patches
 
 pytestmark = pytest.mark.multiprocess

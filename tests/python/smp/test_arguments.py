@@ -13,11 +13,11 @@ from ranks import check_ranks
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.common.buffers import Buffers
-from smddp.modelparallel.partition.decide import decide
-from smddp.modelparallel.partition.placement import Decision, Placement
-from smddp.modelparallel.pipeline.modules import Modules
-from smddp_smp.config import configure
+from smddp.modelparallel.core.config import configure
+from smddp.modelparallel.torch.common.buffers import Buffers
+from smddp.modelparallel.torch.partition.decide import decide
+from smddp.modelparallel.torch.partition.placement import Decision, Placement
+from smddp.modelparallel.torch.pipeline.modules import Modules
 
 MANUAL = {"auto_partition": False, "default_partition": 0, "ddp": True}
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
-from smddp_smp.errors import SMPMicrobatchError
+from smddp.modelparallel.core.errors import SMPMicrobatchError
 
 pytestmark = pytest.mark.multiprocess
 

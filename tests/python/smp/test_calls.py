@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from smddp.modelparallel.common.structure import flatten
-from smddp.modelparallel.pipeline.calls import CallerSide
-from smddp.modelparallel.pipeline.collector import KnownCall
-from smddp.modelparallel.pipeline.frame import Frame
-from smddp.modelparallel.pipeline.protocol import Ambient, Kind, ambient
+from smddp.modelparallel.torch.common.structure import flatten
+from smddp.modelparallel.torch.pipeline.calls import CallerSide
+from smddp.modelparallel.torch.pipeline.collector import KnownCall
+from smddp.modelparallel.torch.pipeline.frame import Frame
+from smddp.modelparallel.torch.pipeline.protocol import Ambient, Kind, ambient
 
 
 class Services:

@@ -26,11 +26,11 @@ from smp.zoo import ZOO, batch_of, make, train_step
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.checkpoint import checkpoint, safetensors
-from smddp.modelparallel.checkpoint.checkpoint import _whole, full_state_dict
-from smddp.modelparallel.checkpoint.merge import main as merge
-from smddp.modelparallel.common.files import write
-from smddp_smp.errors import SMPMicrobatchError, SMPPeerError, SMPUsageError
+from smddp.modelparallel.core.errors import SMPMicrobatchError, SMPPeerError, SMPUsageError
+from smddp.modelparallel.torch.checkpoint import checkpoint, safetensors
+from smddp.modelparallel.torch.checkpoint.checkpoint import _whole, full_state_dict
+from smddp.modelparallel.torch.common.files import write
+from smddp.tools.merge import main as merge
 from smdistributed.modelparallel.test.torch.utils import dump_model, verify
 
 pytestmark = pytest.mark.multiprocess

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from smddp.modelparallel.tensor.transformer.lm_head import DistributedTransformerLMHead
-from smddp_smp.config import ENVIRONMENT_VARIABLE, configure
-from smddp_smp.config_keys import KEYS, OPTIONS, insert, markdown
-from smddp_smp.errors import SMPConfigurationError
+from smddp.modelparallel.core.config import ENVIRONMENT_VARIABLE, configure
+from smddp.modelparallel.core.config_keys import KEYS, OPTIONS, insert, markdown
+from smddp.modelparallel.core.errors import SMPConfigurationError
+from smddp.modelparallel.torch.tensor.transformer.lm_head import DistributedTransformerLMHead
 
 
 def test_defaults_follow_from_other_keys() -> None:
@@ -237,4 +237,5 @@ def test_every_key_is_an_attribute_and_silent_by_default() -> None:
 
 def test_the_documented_table_is_the_real_one() -> None:
     text = (Path(__file__).parents[3] / "docs" / "model-parallel.md").read_text()
-    assert insert(text) == text, "run python -m smddp_smp.config_keys docs/model-parallel.md"
+    command = "python -m smddp.modelparallel.core.config_keys docs/model-parallel.md"
+    assert insert(text) == text, f"run {command}"

@@ -16,9 +16,9 @@ from ranks import check_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.api.report import _report
-from smddp.modelparallel.pipeline.timeline import Span
-from smddp_smp.errors import SMPPartitionError, SMPUsageError
+from smddp.modelparallel.core.errors import SMPPartitionError, SMPUsageError
+from smddp.modelparallel.torch.api.report import _report
+from smddp.modelparallel.torch.pipeline.timeline import Span
 from smdistributed.modelparallel.torch.patches import checkpoint as patch
 
 _HEADS = "num_attention_heads=32, attention_head_size=32, hidden_size=1024"

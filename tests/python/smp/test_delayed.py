@@ -28,8 +28,8 @@ from smp.zoo import ZOO, arguments, batch_of, device
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.delayed.life import come_to_life, is_delayed, with_values
-from smddp_smp.errors import SMPMicrobatchError, SMPUsageError
+from smddp.modelparallel.core.errors import SMPMicrobatchError, SMPUsageError
+from smddp.modelparallel.torch.delayed.life import come_to_life, is_delayed, with_values
 
 STEPS = 2
 MANUAL = {"auto_partition": False, "default_partition": 0, "microbatches": 2, "ddp": True}

@@ -23,10 +23,10 @@ from smp.test_sharding_array import Row
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.activations import offload
-from smddp.modelparallel.common import device
-from smddp.modelparallel.common.random_state import RandomState
-from smddp.modelparallel.pipeline.randomness import seed_all, seeded
+from smddp.modelparallel.torch.activations import offload
+from smddp.modelparallel.torch.common import device
+from smddp.modelparallel.torch.common.random_state import RandomState
+from smddp.modelparallel.torch.pipeline.randomness import seed_all, seeded
 from smdistributed.modelparallel.torch.amp import GradScaler
 
 pytestmark = [

@@ -22,10 +22,8 @@ from smp.test_config import WRONG, WRONG_TOGETHER
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.job import meeting
-from smddp.modelparallel.pipeline import executor as executor_module
-from smddp_smp.config import ENVIRONMENT_VARIABLE
-from smddp_smp.errors import (
+from smddp.modelparallel.core.config import ENVIRONMENT_VARIABLE
+from smddp.modelparallel.core.errors import (
     SMPConfigurationError,
     SMPError,
     SMPInitializationError,
@@ -34,6 +32,8 @@ from smddp_smp.errors import (
     SMPPeerError,
     SMPUsageError,
 )
+from smddp.modelparallel.torch.job import meeting
+from smddp.modelparallel.torch.pipeline import executor as executor_module
 
 pytestmark = pytest.mark.multiprocess
 

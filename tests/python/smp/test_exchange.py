@@ -12,8 +12,8 @@ from smp.zoo import device
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from smddp.modelparallel.job.collectives import Collectives
-from smddp.modelparallel.tensor.exchange import Exchange, SequenceExchange
+from smddp.modelparallel.torch.job.collectives import Collectives
+from smddp.modelparallel.torch.tensor.exchange import Exchange, SequenceExchange
 
 pytestmark = pytest.mark.multiprocess
 METHODS = ["gather", "reduce", "divide", "unite"]

@@ -14,7 +14,7 @@ from smp.zoo import device
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp_smp.errors import SMPUsageError
+from smddp.modelparallel.core.errors import SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 

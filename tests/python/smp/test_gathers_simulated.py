@@ -17,11 +17,11 @@ import pytest
 import torch
 from smp.test_task_order_simulated import STALLED, Job, Program, Rank
 
-from smddp.modelparallel.sharding.gathers import Gathers, _Done
-from smddp_smp.baton import Task
-from smddp_smp.errors import SMPPeerError
-from smddp_smp.failure import PlanChangedError
-from smddp_smp.order import Leader, TaskName
+from smddp.modelparallel.core.baton import Task
+from smddp.modelparallel.core.errors import SMPPeerError
+from smddp.modelparallel.core.failure import PlanChangedError
+from smddp.modelparallel.core.order import Leader, TaskName
+from smddp.modelparallel.torch.sharding.gathers import Gathers, _Done
 
 PARAMETERS = 5
 

@@ -14,7 +14,7 @@ from smp.zoo import device
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp_smp.errors import SMPError, SMPUsageError
+from smddp.modelparallel.core.errors import SMPError, SMPUsageError
 
 WORDS, PAD = 11, 0
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from smddp.modelparallel.data_parallel.gradient_sum import GradientSum
-from smddp_smp.failure import PlanChangedError
+from smddp.modelparallel.core.failure import PlanChangedError
+from smddp.modelparallel.torch.data_parallel.gradient_sum import GradientSum
 
 # Float32: (BIG + 1) - BIG is 0, (BIG - BIG) + 1 is 1.
 BIG = 1e8

@@ -17,8 +17,12 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # before smp.init, as scripts do
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.optimizer.loss_scale import DynamicLossScaler, LossScaler, make_scaler
-from smddp_smp.errors import SMPUsageError
+from smddp.modelparallel.core.errors import SMPUsageError
+from smddp.modelparallel.torch.optimizer.loss_scale import (
+    DynamicLossScaler,
+    LossScaler,
+    make_scaler,
+)
 
 WIDTH, MICROBATCHES, STEPS = 8, 2, 6
 # At the first scale gradients overflow fp16; the window ends within the test.

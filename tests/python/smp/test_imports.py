@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from smddp_smp import errors
-from smddp_smp.errors import SMPInitializationError
+from smddp.modelparallel.core import errors
+from smddp.modelparallel.core.errors import SMPInitializationError
 
 ROOT = Path(__file__).resolve().parents[3]
 

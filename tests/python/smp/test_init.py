@@ -15,9 +15,9 @@ import torch.distributed as dist
 from ranks import arrive, await_ranks, check_ranks, listen, run_ranks
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.job import meeting
-from smddp_smp.config import ENVIRONMENT_VARIABLE, port_of
-from smddp_smp.errors import SMPConfigurationError, SMPInitializationError
+from smddp.modelparallel.core.config import ENVIRONMENT_VARIABLE, port_of
+from smddp.modelparallel.core.errors import SMPConfigurationError, SMPInitializationError
+from smddp.modelparallel.torch.job import meeting
 
 pytestmark = pytest.mark.multiprocess
 

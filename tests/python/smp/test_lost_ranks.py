@@ -23,8 +23,8 @@ from torch import nn
 
 import smddp  # noqa: F401  registers the backend
 import smdistributed.modelparallel.torch as smp
-from smddp_smp import errors
-from smddp_smp.errors import SMPError, SMPPeerError
+from smddp.modelparallel.core import errors
+from smddp.modelparallel.core.errors import SMPError, SMPPeerError
 
 pytestmark = pytest.mark.multiprocess
 

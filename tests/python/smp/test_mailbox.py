@@ -14,11 +14,11 @@ import torch.distributed as dist
 from ranks import arrive, await_ranks, check_ranks, rotating
 
 import smdistributed.modelparallel.torch as smp
-from smddp import _C
-from smddp.modelparallel.job.groups import timeout_of
-from smddp.modelparallel.job.state import state
-from smddp.modelparallel.pipeline.channel import Channel, Ended, _ThreadStreams
-from smddp.modelparallel.pipeline.protocol import Kind, Message
+from smddp.modelparallel.torch.job.groups import timeout_of
+from smddp.modelparallel.torch.job.state import state
+from smddp.modelparallel.torch.pipeline.channel import Channel, Ended, _ThreadStreams
+from smddp.modelparallel.torch.pipeline.protocol import Kind, Message
+from smddp.torch import _C
 
 pytestmark = pytest.mark.multiprocess
 
@@ -76,7 +76,9 @@ def same(found: torch.Tensor | None, value: torch.Tensor | None) -> bool:
         return (
             (found.layout, found.shape, found.requires_grad)
             == (value.layout, value.shape, value.requires_grad)
-            and (found.layout is not torch.sparse_coo or found.is_coalesced() == value.is_coalesced())
+            and (
+                found.layout is not torch.sparse_coo or found.is_coalesced() == value.is_coalesced()
+            )
             and all(map(torch.equal, parts(found), parts(value)))
         )
     return (
@@ -116,7 +118,9 @@ def test_what_is_encoded_is_decoded(least: int) -> None:
 
 # After the 16 bytes that every front begins with: kind, dtype, ... of a tensor, its size, and its
 # dimension.
-@pytest.mark.parametrize(("place", "value"), [(0, 3), (0, 4), (1, 127), (1, 200), (11, 128), (12, 1)])
+@pytest.mark.parametrize(
+    ("place", "value"), [(0, 3), (0, 4), (1, 127), (1, 200), (11, 128), (12, 1)]
+)
 def test_a_wrong_description_of_a_tensor_is_refused(place: int, value: int) -> None:
     front, _ = _C.encode_message(b"", [torch.zeros(2)], False, 0)
     front[16 + place] = value

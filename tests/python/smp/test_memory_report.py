@@ -26,9 +26,9 @@ from smp.zoo import Residual
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.footprint.advice import bytes_of
-from smddp.modelparallel.job import meeting
-from smddp_smp.errors import SMPInitializationError, SMPPeerError, SMPUsageError
+from smddp.modelparallel.core.errors import SMPInitializationError, SMPPeerError, SMPUsageError
+from smddp.modelparallel.torch.footprint.advice import bytes_of
+from smddp.modelparallel.torch.job import meeting
 
 pytestmark = pytest.mark.multiprocess
 

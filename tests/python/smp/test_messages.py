@@ -13,7 +13,7 @@ from ranks import check_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.pipeline.protocol import Kind
+from smddp.modelparallel.torch.pipeline.protocol import Kind
 
 pytestmark = pytest.mark.multiprocess
 

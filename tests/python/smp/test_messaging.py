@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import check_ranks, reserved_port
 
 import smdistributed.modelparallel.torch as smp
-from smddp_smp.errors import SMPInitializationError, SMPUsageError
+from smddp.modelparallel.core.errors import SMPInitializationError, SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from smddp.modelparallel.api.step import step
-from smddp.modelparallel.common.structure import flatten, rebuild
-from smddp.modelparallel.pipeline.microbatch import (
+from smddp.modelparallel.core.errors import SMPUsageError
+from smddp.modelparallel.torch.api.step import step
+from smddp.modelparallel.torch.common.structure import flatten, rebuild
+from smddp.modelparallel.torch.pipeline.microbatch import (
     StepOutput,
     collect,
     split_arguments,
     unequal_lengths,
 )
-from smddp_smp.errors import SMPUsageError
 
 
 class Pair(NamedTuple):

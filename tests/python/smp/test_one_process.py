@@ -13,7 +13,7 @@ from ranks import check_ranks
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp_smp.errors import SMPError, SMPMicrobatchError
+from smddp.modelparallel.core.errors import SMPError, SMPMicrobatchError
 
 pytestmark = pytest.mark.multiprocess
 

@@ -15,7 +15,7 @@ from smp.zoo import device
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp_smp.errors import SMPPeerError, SMPUsageError
+from smddp.modelparallel.core.errors import SMPPeerError, SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 

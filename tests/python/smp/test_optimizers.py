@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_  # before smp.init, as scripts do
 
 import smdistributed.modelparallel.torch as smp
-from smddp_smp.errors import SMPUsageError
+from smddp.modelparallel.core.errors import SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 

@@ -13,11 +13,11 @@ from scipy import optimize
 from smp.zoo import ZOO, arguments, batch_of, make
 from torch import nn
 
-from smddp.modelparallel.partition import trace as partition_trace
-from smddp.modelparallel.partition.trace import trace_model
-from smddp.modelparallel.partition.units import Units
-from smddp.modelparallel.pipeline.modules import Modules
-from smddp_smp.solver import Node, bottleneck, divide_exactly, divide_tree
+from smddp.modelparallel.core.solver import Node, bottleneck, divide_exactly, divide_tree
+from smddp.modelparallel.torch.partition import trace as partition_trace
+from smddp.modelparallel.torch.partition.trace import trace_model
+from smddp.modelparallel.torch.partition.units import Units
+from smddp.modelparallel.torch.pipeline.modules import Modules
 
 
 class _Services:

@@ -21,9 +21,9 @@ from ranks import check_ranks
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.activations import offload
-from smddp.modelparallel.pipeline.executor import Executor
-from smddp.modelparallel.pipeline.order_group import OrderGroup
+from smddp.modelparallel.torch.activations import offload
+from smddp.modelparallel.torch.pipeline.executor import Executor
+from smddp.modelparallel.torch.pipeline.order_group import OrderGroup
 
 pytestmark = pytest.mark.multiprocess
 

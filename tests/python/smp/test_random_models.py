@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.activations import offload
+from smddp.modelparallel.torch.activations import offload
 
 pytestmark = pytest.mark.multiprocess
 

@@ -12,7 +12,7 @@ from ranks import check_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp_smp.errors import SMPMicrobatchError, SMPPartitionError, SMPUsageError
+from smddp.modelparallel.core.errors import SMPMicrobatchError, SMPPartitionError, SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import smdistributed.modelparallel.torch as smp
-from smddp_smp.errors import SMPMicrobatchError, SMPUsageError
+from smddp.modelparallel.core.errors import SMPMicrobatchError, SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 

@@ -14,7 +14,7 @@ from torch.func import functional_call  # before smp.init, as scripts do
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import smdistributed.modelparallel.torch as smp
-from smddp_smp.errors import SMPMicrobatchError, SMPUsageError
+from smddp.modelparallel.core.errors import SMPMicrobatchError, SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 

@@ -15,9 +15,9 @@ from ranks import check_ranks, listen
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.api.report import _partition_svg
-from smddp.modelparallel.partition.placement import Decision
-from smddp_smp.errors import SMPUsageError
+from smddp.modelparallel.core.errors import SMPUsageError
+from smddp.modelparallel.torch.api.report import _partition_svg
+from smddp.modelparallel.torch.partition.placement import Decision
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -19,8 +19,8 @@ from smp.zoo import device
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.tensor.exchange import SequenceExchange
-from smddp.modelparallel.tensor.module import DistributedModule
+from smddp.modelparallel.torch.tensor.exchange import SequenceExchange
+from smddp.modelparallel.torch.tensor.module import DistributedModule
 
 pytestmark = pytest.mark.multiprocess
 

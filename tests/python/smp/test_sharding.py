@@ -40,17 +40,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.checkpoint import safetensors
-from smddp.modelparallel.delayed.record import Call
-from smddp.modelparallel.model.runtime import ModelRuntime
-from smddp.modelparallel.optimizer.distributed_optimizer import FP16_STATES
-from smddp.modelparallel.sharding.gathers import Gathers
-from smddp_smp.errors import (
+from smddp.modelparallel.core.errors import (
     SMPError,
     SMPMicrobatchError,
     SMPPeerError,
     SMPUsageError,
 )
+from smddp.modelparallel.torch.checkpoint import safetensors
+from smddp.modelparallel.torch.delayed.record import Call
+from smddp.modelparallel.torch.model.runtime import ModelRuntime
+from smddp.modelparallel.torch.optimizer.distributed_optimizer import FP16_STATES
+from smddp.modelparallel.torch.sharding.gathers import Gathers
 
 pytestmark = pytest.mark.multiprocess
 

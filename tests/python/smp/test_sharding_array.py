@@ -20,7 +20,7 @@ from smp.zoo import ZOO, arguments, batch_of, device, make, train_step
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.activations import offload
+from smddp.modelparallel.torch.activations import offload
 
 pytestmark = pytest.mark.multiprocess
 

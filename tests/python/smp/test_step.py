@@ -20,7 +20,7 @@ from ranks import arrive, await_ranks, check_ranks, run_ranks
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp_smp.errors import SMPError, SMPUsageError
+from smddp.modelparallel.core.errors import SMPError, SMPUsageError
 from smdistributed.modelparallel.torch.model import DistributedModel
 from smdistributed.modelparallel.torch.step import step as step_by_path
 

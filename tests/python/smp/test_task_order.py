@@ -23,9 +23,9 @@ from ranks import arrive, await_ranks, check_ranks, run_ranks
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.model import runtime as runtime_module
-from smddp.modelparallel.pipeline import executor as executor_module
-from smddp_smp.errors import SMPMicrobatchError, SMPPeerError, SMPUsageError
+from smddp.modelparallel.core.errors import SMPMicrobatchError, SMPPeerError, SMPUsageError
+from smddp.modelparallel.torch.model import runtime as runtime_module
+from smddp.modelparallel.torch.pipeline import executor as executor_module
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from ranks import rotating_or_all
 
-from smddp_smp.baton import Baton, Priority, Task, Ticket
-from smddp_smp.order import Follower, Leader, TaskName
+from smddp.modelparallel.core.baton import Baton, Priority, Task, Ticket
+from smddp.modelparallel.core.order import Follower, Leader, TaskName
 
 STALLED = 20.0  # seconds after which a case has stalled
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_  # before smp.init, as scripts do
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.tensor.embedding import DistributedEmbedding
-from smddp.modelparallel.tensor.linear import DistributedLinear
+from smddp.modelparallel.torch.tensor.embedding import DistributedEmbedding
+from smddp.modelparallel.torch.tensor.linear import DistributedLinear
 
 pytestmark = pytest.mark.multiprocess
 

@@ -13,7 +13,7 @@ from smp.zoo import device
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.activations import offload
+from smddp.modelparallel.torch.activations import offload
 
 pytestmark = pytest.mark.multiprocess
 

@@ -16,9 +16,9 @@ from smp.zoo import Fault
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.job import meeting
-from smddp.modelparallel.tensor.embedding import DistributedEmbedding
-from smddp.modelparallel.tensor.linear import DistributedLinear
+from smddp.modelparallel.torch.job import meeting
+from smddp.modelparallel.torch.tensor.embedding import DistributedEmbedding
+from smddp.modelparallel.torch.tensor.linear import DistributedLinear
 
 pytestmark = pytest.mark.multiprocess
 

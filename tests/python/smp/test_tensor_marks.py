@@ -18,10 +18,10 @@ from smp.zoo import device
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.checkpoint.checkpoint import full_state_dict
-from smddp.modelparallel.sharding.joined import SHARDS
-from smddp.modelparallel.tensor.registry import tp_register, tp_register_with_module
-from smddp_smp.errors import SMPUsageError
+from smddp.modelparallel.core.errors import SMPUsageError
+from smddp.modelparallel.torch.checkpoint.checkpoint import full_state_dict
+from smddp.modelparallel.torch.sharding.joined import SHARDS
+from smddp.modelparallel.torch.tensor.registry import tp_register, tp_register_with_module
 
 
 class Scaled(nn.Module):

@@ -13,8 +13,8 @@ from ranks import ROOT, check_ranks, listen
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.delayed.life import is_delayed
-from smddp.modelparallel.tensor.replace import replace_marked
+from smddp.modelparallel.torch.delayed.life import is_delayed
+from smddp.modelparallel.torch.tensor.replace import replace_marked
 
 pytestmark = pytest.mark.multiprocess
 

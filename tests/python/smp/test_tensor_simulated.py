@@ -33,23 +33,23 @@ import torch.distributed as dist
 from smp.test_task_order_simulated import Program
 from torch import Tensor, nn
 
-from smddp.modelparallel.job import collectives as collectives_module
-from smddp.modelparallel.job.collectives import Collectives
-from smddp.modelparallel.job.init import _order_groups
-from smddp.modelparallel.pipeline import channel as channel_module
-from smddp.modelparallel.pipeline.channel import Arrival, Ended
-from smddp.modelparallel.pipeline.driver import Body, Driver
-from smddp.modelparallel.pipeline.executor import Executor
-from smddp.modelparallel.pipeline.frame import Frame
-from smddp.modelparallel.pipeline.modules import Modules
-from smddp.modelparallel.pipeline.order_group import OrderGroup
-from smddp.modelparallel.pipeline.protocol import Kind, Message
-from smddp.modelparallel.pipeline.step import Schedule, StepBegin, StepReport
-from smddp_smp.baton import Priority, Task, Ticket
-from smddp_smp.errors import SMPError, SMPPeerError
-from smddp_smp.failure import Redo, StructureChangedError, summary
-from smddp_smp.order import Follower, TaskName
-from smddp_smp.topology import Topology
+from smddp.modelparallel.core.baton import Priority, Task, Ticket
+from smddp.modelparallel.core.errors import SMPError, SMPPeerError
+from smddp.modelparallel.core.failure import Redo, StructureChangedError, summary
+from smddp.modelparallel.core.order import Follower, TaskName
+from smddp.modelparallel.core.topology import Topology
+from smddp.modelparallel.torch.job import collectives as collectives_module
+from smddp.modelparallel.torch.job.collectives import Collectives
+from smddp.modelparallel.torch.job.init import _order_groups
+from smddp.modelparallel.torch.pipeline import channel as channel_module
+from smddp.modelparallel.torch.pipeline.channel import Arrival, Ended
+from smddp.modelparallel.torch.pipeline.driver import Body, Driver
+from smddp.modelparallel.torch.pipeline.executor import Executor
+from smddp.modelparallel.torch.pipeline.frame import Frame
+from smddp.modelparallel.torch.pipeline.modules import Modules
+from smddp.modelparallel.torch.pipeline.order_group import OrderGroup
+from smddp.modelparallel.torch.pipeline.protocol import Kind, Message
+from smddp.modelparallel.torch.pipeline.step import Schedule, StepBegin, StepReport
 
 STALLED = 30.0  # seconds after which a rank has stalled
 TIMEOUT = timedelta(seconds=300)  # of the groups: stalls have to be found before it

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from smddp_smp.errors import SMPInitializationError
-from smddp_smp.topology import Topology
+from smddp.modelparallel.core.errors import SMPInitializationError
+from smddp.modelparallel.core.topology import Topology
 
 
 def topology(rank: int, size: int, pp: int, tp: int, placement: str) -> Topology:

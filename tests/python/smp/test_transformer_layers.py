@@ -21,22 +21,24 @@ from ranks import check_ranks
 from smp import transformer_reference as reference
 from torch import Tensor, nn
 
-import smddp.modelparallel as smp
-from smddp.modelparallel.job.collectives import Collectives
-from smddp.modelparallel.tensor.embedding import DistributedEmbedding
-from smddp.modelparallel.tensor.exchange import Exchange, SequenceExchange
-from smddp.modelparallel.tensor.linear import DistributedLinear
-from smddp.modelparallel.tensor.module import Division, divisions_of
-from smddp.modelparallel.tensor.transformer.attention import DistributedAttentionLayer
-from smddp.modelparallel.tensor.transformer.feed_forward import DistributedTransformerOutputLayer
-from smddp.modelparallel.tensor.transformer.flash import FlashAttentionLayer, alibi
-from smddp.modelparallel.tensor.transformer.layers import (
+import smddp.modelparallel.torch as smp
+from smddp.modelparallel.core.errors import SMPUsageError
+from smddp.modelparallel.torch.job.collectives import Collectives
+from smddp.modelparallel.torch.tensor.embedding import DistributedEmbedding
+from smddp.modelparallel.torch.tensor.exchange import Exchange, SequenceExchange
+from smddp.modelparallel.torch.tensor.linear import DistributedLinear
+from smddp.modelparallel.torch.tensor.module import Division, divisions_of
+from smddp.modelparallel.torch.tensor.transformer.attention import DistributedAttentionLayer
+from smddp.modelparallel.torch.tensor.transformer.feed_forward import (
+    DistributedTransformerOutputLayer,
+)
+from smddp.modelparallel.torch.tensor.transformer.flash import FlashAttentionLayer, alibi
+from smddp.modelparallel.torch.tensor.transformer.layers import (
     DistributedTransformer,
     DistributedTransformerLayer,
 )
-from smddp.modelparallel.tensor.transformer.lm_head import DistributedTransformerLMHead
-from smddp.modelparallel.tensor.transformer.norm import FusedLayerNorm
-from smddp_smp.errors import SMPUsageError
+from smddp.modelparallel.torch.tensor.transformer.lm_head import DistributedTransformerLMHead
+from smddp.modelparallel.torch.tensor.transformer.norm import FusedLayerNorm
 
 pytestmark = pytest.mark.multiprocess
 S, S2, H, V = 8, 3, 12, 16  # four ranks can divide S

@@ -10,7 +10,7 @@ from ranks import check_ranks
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp_smp.errors import SMPMicrobatchError
+from smddp.modelparallel.core.errors import SMPMicrobatchError
 
 pytestmark = pytest.mark.multiprocess
 

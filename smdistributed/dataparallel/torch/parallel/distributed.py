@@ -1,5 +1,5 @@
 """The module in which scripts look for it; importing the package has said that it is deprecated."""
 
-from smddp.dataparallel import DistributedDataParallel
+from smddp.torch.dataparallel import DistributedDataParallel
 
 __all__ = ["DistributedDataParallel"]

@@ -1,5 +1,5 @@
 """Helpers for tests that compare models; some scripts import them."""
 
-from smddp.modelparallel.compatibility.utils import dump_model, verify
+from smddp.modelparallel.torch.compatibility.utils import dump_model, verify
 
 __all__ = ["dump_model", "verify"]

@@ -1,5 +1,5 @@
 """Activation checkpoints."""
 
-from smddp.modelparallel.api.activations import checkpoint, checkpoint_sequential
+from smddp.modelparallel.torch.api.activations import checkpoint, checkpoint_sequential
 
 __all__ = ["checkpoint", "checkpoint_sequential"]

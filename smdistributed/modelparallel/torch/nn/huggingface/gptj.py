@@ -1,6 +1,6 @@
 """GPT-J. Releases of the original library use different names for the same function."""
 
-from smddp.modelparallel.tensor.huggingface.gptj import (
+from smddp.modelparallel.torch.tensor.huggingface.gptj import (
     translate_hf_state_dict_to_smdistributed_gptj,
     translate_state_dict_to_hf_gptj,
 )

@@ -1,0 +1,380 @@
+"""Starts ranks: the command smddprun, and the variables that torch reads under mpirun and srun.
+
+    smddprun -n 4 --nodes 2 train.py             4 ranks here, which play 2 nodes
+    smddprun --hostfile hosts train.py           on each host: the ranks that the file gives it
+    smddprun --distribution dist.json train.py   the ranks that a SageMaker estimator asks for
+    mpirun -n 8 smddprun python train.py         one of 8 ranks, which mpirun starts
+
+In the first three forms `smddprun` runs torchrun. In the last one it sets the variables
+that `torch.distributed` reads from those that mpirun or srun set; then it replaces itself by the
+command that follows on its command line. `smddpmprun` is the same program. Both accept -i and
+--allow-bypass, options of SageMaker's launcher: -i tells the ranks the instance type of a
+distribution, and --allow-bypass has no effect.
+
+A rank that mpirun starts runs this before its script imports torch, so it imports no torch itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from smddp.launch.environment import (
+    complete_from_launcher,
+    first_of,
+    instead_of,
+    print_lines_at_once,
+    sources,
+)
+from smddp.launch.hostfile import hosts_of_file, node_of_this_host
+from smddp.launch.layout import ranks_of_nodes, sizes_of_nodes
+from smddp.launch.rendezvous import UNKNOWN_HOST, complete_rendezvous
+
+__all__ = [
+    "main",
+]
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="smddprun",
+        usage="smddprun -n RANKS [options] script.py ...\n"
+        "       smddprun --hostfile FILE [options] script.py ...        (on each of the hosts)\n"
+        "       smddprun --distribution JSON|FILE [options] script.py ...\n"
+        "       mpirun -n RANKS smddprun [--instead-of BACKENDS] command ...",
+        description="Starts ranks on this machine, by torchrun; or, under mpirun or srun, sets the "
+        "variables that torch reads and runs the command.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-n", "--ranks", type=int, help="number of ranks to start on this machine")
+    parser.add_argument(
+        "--nodes",
+        help="how many nodes this machine plays, or the ranks of each: 2x2, 3+1 (default 1)",
+    )
+    parser.add_argument(
+        "--hostfile",
+        metavar="FILE",
+        help="the hosts of the job, one in a line: node1 slots=4. Give each host the same command "
+        "and the same file: each starts its own ranks, which meet at the first host, at port "
+        "MASTER_PORT (default 29500)",
+    )
+    parser.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="I",
+        help="with --hostfile: which host this one is, from 0 (default: the one with its name or "
+        "one of its addresses)",
+    )
+    parser.add_argument(
+        "--distribution",
+        metavar="JSON|FILE",
+        help="the distribution of a SageMaker estimator, or a file that holds it: starts the ranks "
+        "and sets the variables that it asks for. Where neither it nor -n nor the host file says "
+        "how many: one for each GPU of this machine, or else for each CPU; with mpi, one",
+    )
+    parser.add_argument(
+        "--instead-of",
+        metavar="BACKENDS",
+        help="gloo, mpi, or both joined by a comma: a script that asks for one of them gets smddp "
+        "on the CPU",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        help="how often all ranks are started again when one fails (default 0)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what would run, with the variables that would be set",
+    )
+    parser.add_argument("-i", "--instance-type", help=argparse.SUPPRESS)
+    parser.add_argument("--allow-bypass", action="store_true", help=argparse.SUPPRESS)
+    # A rank of those that this command starts: the ranks of the nodes.
+    parser.add_argument("--node-of-rank", help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what the ranks run")
+    return parser.parse_args(list(arguments))
+
+
+def _torchrun(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """Returns the arguments of torchrun that start the ranks, and variables for it.
+
+    Raises:
+        ValueError: options contradict each other, or a file is wrong.
+        OSError: a file cannot be read.
+    """
+    if options.hostfile is not None and options.nodes is not None:
+        raise ValueError("--nodes and --hostfile exclude each other: both say what the nodes are")
+    if options.hostfile is None and options.node_rank is not None:
+        raise ValueError("--node-rank needs --hostfile")
+    hosts = [] if options.hostfile is None else hosts_of_file(options.hostfile)
+    ranks: int | None = options.ranks
+    where = ["--standalone"]
+    if hosts:
+        ranks, where = _place_among(hosts, options)
+    variables: dict[str, str] = {}
+    if options.distribution is not None:
+        ranks, variables = _with_distribution(options, ranks, len(hosts) or 1)
+    if ranks is None and options.nodes is None:
+        layout, count = [1], "auto"  # torchrun counts GPUs, or else CPUs
+    else:
+        layout = ranks_of_nodes(ranks, options.nodes)
+        count = str(sum(layout))
+    command = _command(options)
+    if len(layout) > 1:
+        nodes = "+".join(map(str, layout))
+        command = [sys.executable, "-m", "smddp.launch", "--node-of-rank", nodes, *command]
+    arguments = [*where, "--tee", "3", "--nproc-per-node", count]
+    arguments += ["--max-restarts", str(options.max_restarts)]
+    return [*arguments, "--no-python", *command], variables
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    """Returns what a rank runs.
+
+    Raises:
+        ValueError: it is a script or a program that does not exist.
+    """
+    import shutil
+
+    command = list(options.command)
+    if command[0] == "--" and len(command) > 1:
+        del command[0]
+    if command[0].endswith(".py"):
+        if not options.dry_run and not os.path.exists(command[0]):
+            raise ValueError(f"there is no file {command[0]}")
+        command.insert(0, sys.executable)
+    elif not options.dry_run and shutil.which(command[0]) is None:
+        raise ValueError(f"there is no program {command[0]} that can be run")
+    return command
+
+
+def _with_distribution(
+    options: argparse.Namespace, ranks: int | None, hosts: int
+) -> tuple[int | None, dict[str, str]]:
+    """Returns the ranks per host and the variables of --distribution; says what it leaves out."""
+    from smddp.launch.distribution import plan_of_distribution, read_distribution
+
+    ranks, variables, ignored = plan_of_distribution(
+        read_distribution(options.distribution), ranks, hosts, options.instance_type
+    )
+    if ignored:
+        sys.stderr.write(
+            f"smddprun: ignores the options {' '.join(ignored)} of mpirun: torchrun starts the "
+            "ranks\n"
+        )
+    return ranks, variables
+
+
+def _place_among(
+    hosts: Sequence[tuple[str, int | None]], options: argparse.Namespace
+) -> tuple[int | None, list[str]]:
+    """Returns the number of ranks of this host of a host file, and where torchrun is told to meet.
+
+    Raises:
+        ValueError: this host is not one of them, or its number of ranks is said twice.
+    """
+    node = options.node_rank
+    if node is None:
+        node = node_of_this_host([host for host, _ in hosts])
+    elif not 0 <= node < len(hosts):
+        raise ValueError(
+            f"--node-rank {node}: {options.hostfile} has {len(hosts)} hosts, with numbers from 0"
+        )
+    host, slots = hosts[node]
+    ranks: int | None = slots or options.ranks
+    if options.ranks not in (None, ranks):
+        raise ValueError(
+            f"{options.hostfile} gives {host} {slots} slots, but -n asks for {options.ranks} ranks"
+        )
+    if ranks is None and options.distribution is None:
+        raise ValueError(
+            f"{options.hostfile} does not say how many ranks {host} has: write slots=N there, or "
+            "give -n"
+        )
+    if len(hosts) == 1:
+        return ranks, ["--standalone"]
+    # The static rendezvous of torchrun keeps the order of the hosts, which that of c10d does not.
+    where = ["--nnodes", str(len(hosts)), "--node-rank", str(node)]
+    where += ["--master-addr", os.environ.get("MASTER_ADDR") or hosts[0][0]]
+    return ranks, [*where, "--master-port", os.environ.get("MASTER_PORT") or "29500"]
+
+
+def _note_about_disk(folder: str) -> str:
+    """Returns what to add to a report if the disk is full that the output of the ranks goes to.
+
+    Then a rank may have failed because of that, and what it wrote about it is lost.
+    """
+    import shutil
+
+    try:
+        if shutil.disk_usage(folder).free >= 1 << 16:
+            return ""
+    except OSError:
+        return ""
+    return (
+        f"\nsmddprun: the disk of {os.path.dirname(folder)} is full, to which the output of the "
+        "ranks goes: set TMPDIR to another folder"
+    )
+
+
+def _prepare_rank(options: argparse.Namespace) -> None:
+    """Sets the variables of a rank that a launcher has started.
+
+    Raises:
+        ValueError: there is no launcher, or nothing tells the host of rank 0.
+    """
+    complete_from_launcher()
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "this process has no rank: say how many ranks to start (smddprun -n 4 train.py), or "
+            "start it by mpirun or srun"
+        )
+    if not complete_rendezvous():
+        raise ValueError(UNKNOWN_HOST)
+    if options.node_of_rank:
+        layout = sizes_of_nodes(options.node_of_rank)
+        nodes = [node for node, ranks in enumerate(layout) for _ in range(ranks)]
+        os.environ["SMDDP_NODE_ID"] = f"node{nodes[int(os.environ['LOCAL_RANK'])]}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Starts ranks; or sets the environment of one, and replaces this process by what it runs.
+
+    Raises:
+        SystemExit: with status 2 if an argument is wrong or the ranks cannot be known; with 1 if
+            the command cannot be run.
+    """
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
+    torchrun: list[str] = []
+    variables: dict[str, str] = {}
+    try:
+        if not options.command:
+            raise ValueError(
+                "name what to run: smddprun -n 4 train.py, or, under mpirun, "
+                "mpirun -n 8 smddprun python train.py"
+            )
+        if options.instead_of is not None:
+            instead_of(options.instead_of)
+            variables["SMDDP_INSTEAD_OF"] = options.instead_of
+        if options.max_restarts < 0:
+            raise ValueError("--max-restarts must be at least 0")
+        asked = (options.ranks, options.nodes, options.hostfile, options.distribution)
+        if any(value is not None for value in (*asked, options.node_rank)):
+            torchrun, more = _torchrun(options)
+            variables |= more
+            _warn_of_several_jobs(options)
+        elif options.max_restarts:
+            raise ValueError(
+                "--max-restarts needs -n, --hostfile or --distribution: mpirun and srun do not "
+                "start ranks again"
+            )
+        else:
+            command = _command(options)
+            if not options.dry_run:
+                _prepare_rank(options)
+    except ValueError as error:
+        _refuse(str(error))
+    except OSError as error:
+        _refuse(_sentence(error))
+    if options.dry_run:
+        import io
+        import shlex
+
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="surrogateescape")  # names of files may be any bytes
+        if torchrun:
+            command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        print(" ".join([*assignments, shlex.join(command)]))
+        return
+    os.environ.update(variables)
+    if torchrun:
+        _start_ranks(torchrun)
+        return
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        raise SystemExit(f"smddprun: {command[0]}: {error.strerror}") from None
+
+
+def _sentence(error: Exception) -> str:
+    """Returns what an error says; of one of the system without its number."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+
+
+def _warn_of_several_jobs(options: argparse.Namespace) -> None:
+    """Says so if a launcher has started several processes, each of which starts ranks of its own.
+
+    With a host file they are the agents of one job.
+    """
+    started, rank = first_of(sources("WORLD_SIZE")), first_of(sources("RANK"))
+    if options.hostfile is None and rank == "0" and started.isdecimal() and int(started) > 1:
+        sys.stderr.write(
+            f"smddprun: mpirun or srun has started {started} processes, and each of them starts a "
+            "job of its own: leave out the number of ranks, or give a host file\n"
+        )
+
+
+def _start_ranks(arguments: Sequence[str]) -> None:
+    """Runs torchrun until all ranks have ended, and deletes its copies of their output.
+
+    Raises:
+        SystemExit: a rank has failed, a signal has ended all, or torchrun cannot do its work.
+    """
+    import signal
+
+    try:
+        _run_torchrun(arguments)
+    except KeyboardInterrupt:  # before torchrun has begun to listen, or after it has ended
+        sys.stderr.write("smddprun: ended by SIGINT\n")
+        raise SystemExit(128 + signal.SIGINT) from None
+
+
+def _run_torchrun(arguments: Sequence[str]) -> None:
+    import signal
+    import tempfile
+
+    try:
+        from torch.distributed import DistError
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous.api import RendezvousError
+        from torch.distributed.run import main as torchrun
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        _refuse(
+            "starting ranks needs torchrun, and torch is not installed: `pip install torch`, or "
+            "start them by mpirun or srun: mpirun -n 4 python train.py"
+        )
+
+    # What begins each line. torchrun's own has the rank on this host, which several hosts have.
+    os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}]: ")
+    os.environ["SMDDPRUN"] = "1"  # see `register_backend` in smddp/_registration.py
+    os.environ.pop("SMDDPRUN_RANK", None)  # of a rank that runs this command
+    print_lines_at_once()
+    # Stack traces of torchrun would hide what its errors say.
+    try:
+        with tempfile.TemporaryDirectory(prefix="smddprun_") as logs:
+            try:
+                torchrun(["--log-dir", logs, *arguments])
+            except ChildFailedError as error:
+                raise SystemExit(f"smddprun: {error}{_note_about_disk(logs)}") from None
+    except SignalException as error:
+        sys.stderr.write(f"smddprun: ended by {signal.Signals(error.sigval).name}\n")
+        raise SystemExit(128 + error.sigval) from None  # as a shell tells it
+    except (DistError, RendezvousError, OSError) as error:
+        # Hosts that do not come, a port in use, a full disk.
+        raise SystemExit(f"smddprun: {_sentence(error)}") from None
+
+
+def _refuse(text: str) -> NoReturn:
+    sys.stderr.write(f"smddprun: {text}\n")
+    raise SystemExit(2)

@@ -1,1 +1,0 @@
-"""The functions that a script calls on `smp`; `smddp.modelparallel` lists all public names."""

@@ -1,0 +1,186 @@
+"""The process groups of a rank, one for each `CommGroup`; `smp.init` makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from smddp.modelparallel.core.topology import Topology
+from smddp.modelparallel.torch.job.collectives import Collectives
+from smddp.torch import _C
+from smddp.torch.backend import backend_of
+
+__all__ = ["Groups", "ShardingGroups", "timeout_of"]
+
+_KINDS = ("mp", "dp", "tp", "pp", "rdp")
+_Sets = tuple[tuple[int, ...], ...]  # all groups of a kind, each by its ranks
+
+
+class ShardingGroups(NamedTuple):
+    """The process groups of sharded data parallelism.
+
+    Attributes:
+        parameters: the ranks that share the parameters, for gathers. They have one tp rank.
+        gradients: the same ranks, for sums of gradients, which do not wait for gathers.
+        across: the ranks that have the same shard of a parameter.
+        across_divided: likewise, of a parameter that is divided over tensor-parallel ranks.
+    """
+
+    parameters: dist.ProcessGroup
+    gradients: dist.ProcessGroup
+    across: dist.ProcessGroup
+    across_divided: dist.ProcessGroup
+
+
+class Groups:
+    """The process groups of a rank.
+
+    Scripts can get those of `of`. The others keep smp's messages apart from the scripts' own.
+    All groups have the timeout of the default group.
+
+    Attributes:
+        messages: all ranks, for `smp.send` and the like.
+        pipeline: the ranks of the pipeline, for its messages.
+        order: this rank's order group, for its messages; None if no ranks have to agree on an
+            order.
+        exchange: the ranks of the tp group, for activations. Reductions of gradients do not wait
+            for these.
+        sharding: those of sharded data parallelism; None without it.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        sharding_degree: int = 1,
+        order: Sequence[tuple[int, ...]] = (),
+    ) -> None:
+        """Makes the groups; all ranks have to do it.
+
+        Args:
+            topology: the place of this rank.
+            sharding_degree: of sharded data parallelism.
+            order: all order groups; none if no ranks have to agree on an order.
+        """
+        world = dist.group.WORLD
+        assert world is not None
+        timeout = timeout_of(world)
+        everybody = (tuple(range(topology.size)),)
+        self._of_steps = _new_groups(_KINDS, topology, timeout, {})
+        self._by_kind = {
+            "world": world,
+            **_new_groups(("mp", "tp", "pp"), topology, timeout, {everybody: world}),
+            # Scripts reduce gradients in these, in hooks; so that is done in steps, too.
+            "dp": self._of_steps["dp"],
+            "rdp": self._of_steps["rdp"],
+        }
+        self.messages = _new_group(((*range(topology.size),),), topology.rank, timeout)
+        self.pipeline = _new_group(tuple(topology.groups("pp")), topology.rank, timeout)
+        self.order: dist.ProcessGroup | None = None
+        if order:
+            self.order = _new_group(tuple(order), topology.rank, timeout)
+        exchange = self._of_steps["tp"]
+        if topology.tp_size > 1:
+            exchange = _new_group(tuple(topology.groups("tp")), topology.rank, timeout)
+        self.exchange = Collectives(exchange)
+        self.sharding: ShardingGroups | None = None
+        if sharding_degree > 1:
+            parts = tuple(topology.in_blocks("rdp", sharding_degree))
+            across = [
+                tuple(topology.across_blocks(kind, sharding_degree)) for kind in ("dp", "rdp")
+            ]
+            # Without tensor parallelism both have the same members.
+            groups = {
+                sets: _new_group(sets, topology.rank, timeout) for sets in dict.fromkeys(across)
+            }
+            self.sharding = ShardingGroups(
+                *(_new_group(parts, topology.rank, timeout) for _ in range(2)),
+                *(groups[sets] for sets in across),
+            )
+
+    def of(self, kind: str) -> dist.ProcessGroup:
+        """Returns this rank's group of a kind, which is a value of `CommGroup`, such as "pp"."""
+        return self._by_kind[kind]
+
+    def of_steps(self, kind: str) -> dist.ProcessGroup:
+        """Returns a group with the same ranks, for calls of steps and of optimizers only.
+
+        It ends when a rank leaves. Those of `of` live on after a signal, for saving, but for "dp"
+        and "rdp", which are the same.
+        """
+        return self._of_steps[kind]
+
+    def abort(self, reason: str, lost: bool) -> None:
+        """Ends every wait in these groups, on all ranks, and every later one.
+
+        Only smddp's groups can do that. With others, ranks wait until this process ends, or the
+        timeout.
+
+        Args:
+            reason: for the errors of the other ranks.
+            lost: a rank is gone, so what needs all ranks of the model cannot work any more.
+                Otherwise only the groups of steps end: a script may still save the model.
+        """
+        ended = [self.pipeline, self.order, self.exchange.group, *(self.sharding or ())]
+        ended += self._of_steps.values()
+        if lost:
+            ended += [self.messages, *self._by_kind.values()]
+        for group in dict.fromkeys(ended):
+            # The default group is not smp's to end.
+            if group is None or group is dist.group.WORLD:
+                continue
+            for kind in group._device_types:
+                backend = backend_of(group, kind.type)
+                if isinstance(backend, _C.ProcessGroup):
+                    backend.abort_because(reason)
+
+    def close(self) -> None:
+        """Forgets the groups. Whoever has made the default group destroys it."""
+        self._by_kind.clear()
+        self._of_steps.clear()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Returns the timeout of a group. Without it, new groups would get torch's default."""
+    for kind in group._device_types:
+        try:
+            timeout: timedelta = backend_of(group, kind.type).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+        return timeout
+    return dist.default_pg_timeout
+
+
+def _new_groups(
+    kinds: Sequence[str],
+    topology: Topology,
+    timeout: timedelta,
+    made: dict[_Sets, dist.ProcessGroup],
+) -> dict[str, dist.ProcessGroup]:
+    """Returns this rank's group of each of these kinds.
+
+    Some kinds have the same members: mp and pp, for instance, without tensor parallelism. `made`
+    has the groups that exist.
+    """
+    found = {}
+    for kind in kinds:
+        sets = tuple(topology.groups(kind))
+        if sets not in made:
+            made[sets] = _new_group(sets, topology.rank, timeout)
+        found[kind] = made[sets]
+    return found
+
+
+def _new_group(
+    sets: tuple[tuple[int, ...], ...], rank: int, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Makes a group of each set, because c10d demands that of every rank; returns this rank's."""
+    mine: dist.ProcessGroup | None = None
+    for members in sets:
+        group = dist.new_group(list(members), timeout=timeout)
+        if rank in members and isinstance(group, dist.ProcessGroup):
+            mine = group
+    assert mine is not None
+    return mine

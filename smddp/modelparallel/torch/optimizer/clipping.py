@@ -1,0 +1,313 @@
+"""The norm of the gradients of the whole model, and clipping by it."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smddp.modelparallel.core.errors import SMPUsageError
+from smddp.modelparallel.torch.common.lost import smp_errors
+from smddp.modelparallel.torch.job.state import state
+from smddp.modelparallel.torch.optimizer import watch
+from smddp.modelparallel.torch.sharding.shard import Shard
+from smddp.modelparallel.torch.tensor.division import division_of
+
+__all__ = ["clip_grad_norm", "global_norm", "largest", "patch_clipping", "whole_norm"]
+
+
+@smp_errors()
+def largest(value: torch.Tensor) -> torch.Tensor:
+    """Returns the maximum of a tensor over the ranks that share one replica of the model."""
+    if state.initialized and state.topology.size_of("mp") > 1:
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=state.groups.of_steps("mp"))
+    if state.initialized and state.groups.sharding is not None:
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=state.groups.sharding.gradients)
+    return value
+
+
+@smp_errors()
+def whole_norm(tensor: torch.Tensor, like: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
+    """Returns the norm of a tensor; if it belongs to a shard, that of all shards together.
+
+    Args:
+        tensor: of this rank, with the shape of a parameter or a shard.
+        like: that parameter or shard. All ranks that share it have to call this.
+        norm_type: 2, or inf for the largest absolute value.
+    """
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type)
+    for group in _groups_of(like):
+        norm = _over_group(norm, norm_type, group)
+    return norm
+
+
+def _groups_of(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Returns the groups whose ranks have different parts of a parameter, one after the other."""
+    groups = [parameter.group] if isinstance(parameter, Shard) else []
+    if division_of(parameter) is not None:
+        groups.append(state.groups.of_steps("tp"))
+    return tuple(groups)
+
+
+def _over_group(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """Returns the norm of what the ranks of a group have, from the norm of each."""
+    if norm_type == float("inf"):
+        dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
+        return norm
+    # With 0, the norm is a number of gradients already.
+    power = norm_type or 1.0
+    total = norm**power
+    dist.all_reduce(total, group=group)
+    return total ** (1.0 / power)
+
+
+def _norm_of_parts(
+    gradients: Sequence[torch.Tensor], norm_type: float, groups: Sequence[dist.ProcessGroup]
+) -> torch.Tensor:
+    """Returns the norm of gradients of which the ranks of groups have parts; see `_groups_of`."""
+    if norm_type == 0:
+        # A gradient counts once if any rank has an element other than 0.
+        counts = torch.stack([gradient.count_nonzero() for gradient in gradients])
+        for group in groups:
+            dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
+        return counts.count_nonzero().float()
+    total: torch.Tensor = _norm_here(gradients, norm_type).float()
+    for group in groups:
+        total = _over_group(total, norm_type, group)
+    return total
+
+
+@smp_errors()
+def global_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """Returns the norm of the gradients of the whole model, each counted once.
+
+    All ranks of the model have to call it, those of the tensor-parallel groups included; with
+    sharded data parallelism, also those of the sharding group.
+
+    Args:
+        parameters: those of this rank, and shards; those without a gradient count as zeros.
+        norm_type: the p of the p-norm; inf for the largest absolute value. As in torch, 0 counts
+            the gradients that have an element other than 0.
+
+    Returns:
+        A tensor without dimensions; in fp32 if several ranks share the model.
+
+    Raises:
+        SMPUsageError: norm_type is negative.
+        SMPPeerError: a rank is gone, or has not called it in time.
+    """
+    if not norm_type >= 0:
+        raise SMPUsageError(f"norm_type must be at least 0, not {norm_type}")
+    with watch.paused():
+        return _global_norm(parameters, norm_type)
+
+
+def _global_norm(parameters: Iterable[Any], norm_type: float) -> torch.Tensor:
+    found: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found.setdefault(_groups_of(parameter), []).append(parameter.grad)
+    total: torch.Tensor = _norm_here(found.pop((), []), norm_type)
+    model = state.current_model()
+    if model is None:
+        return total
+    for groups, gradients in found.items():
+        of_parts = _norm_of_parts(gradients, norm_type, groups)
+        total = total.to(of_parts.device, torch.float32)
+        if norm_type == 0:
+            total = total + of_parts
+        else:
+            total = torch.linalg.vector_norm(torch.stack([total, of_parts]), norm_type)
+    if state.topology.pp_size == 1:
+        return total
+    total = total.to(model.runtime.device, torch.float32)
+    return _over_group(total, norm_type, state.groups.of_steps("pp"))
+
+
+def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scales the gradients of the whole model so that their norm is at most `max_norm`.
+
+    Unlike `torch.nn.utils.clip_grad_norm_` it uses the parameters of all partitions. All ranks of
+    the pipeline have to call it, after the step. With fp16 or bf16 in the configuration it clips
+    the gradients of the master weights.
+
+    Args:
+        max_norm: the largest norm that is allowed.
+        norm_type: as for `global_norm`.
+
+    Returns:
+        The norm before clipping, a tensor without dimensions. With fp16 or bf16 it is -1 if a
+        gradient is infinite; then nothing is clipped, and `optimizer.step()` will do nothing.
+
+    Raises:
+        SMPUsageError: there is no model, the call is inside a step, or norm_type is negative.
+        SMPPeerError: a rank is gone, or has not called it in time.
+    """
+    model = state.current_model()
+    if model is None:
+        raise SMPUsageError("there is no smp.DistributedModel")
+    _check_outside_step()
+    parameters = model.runtime.optimised()
+    stand_ins = model.runtime.stand_ins
+    if stand_ins is not None and stand_ins.half:
+        stand_ins.prepare()
+        if stand_ins.overflow:
+            return torch.tensor(-1.0)
+        parameters = stand_ins.masters()
+    total = global_norm(parameters, norm_type)
+    _scale(parameters, max_norm, total)
+    return total
+
+
+def _check_outside_step() -> None:
+    if state.in_step:
+        raise SMPUsageError(
+            "gradients can be clipped only outside the function decorated with smp.step: there "
+            "they are complete"
+        )
+
+
+def patch_clipping() -> None:
+    """Lets functions of `torch.nn.utils` use the whole model, and clip what the optimizer uses.
+
+    In `clip_grad_norm_` and `get_total_norm` each rank would take the norm of its own partition,
+    shards or parts, which is not that of one process, and parameters that several ranks have would
+    not stay the same. In half precision they would use scaled gradients.
+    """
+    # Scripts that import a function by name have the wrapper, which calls what is in a cell.
+    wrappers: tuple[tuple[Any, Any], ...] = (
+        (nn.utils.clip_grad_norm_, _clip_grad_norm),
+        (nn.utils.clip_grad_value_, _clip_grad_value),
+        (nn.utils.get_total_norm, _get_total_norm),
+        (nn.utils.clip_grads_with_norm_, _clip_grads_with_norm),
+    )
+    for wrapper, own in wrappers:
+        for cell in wrapper.__closure__:
+            if cell.cell_contents in _originals:
+                cell.cell_contents = own
+
+
+_original_clip: Any = nn.utils.clip_grad_norm_.__wrapped__  # type: ignore[attr-defined]
+_original_clip_value: Any = nn.utils.clip_grad_value_.__wrapped__  # type: ignore[attr-defined]
+_norm_here: Any = nn.utils.get_total_norm.__wrapped__  # type: ignore[attr-defined]
+_scale: Any = nn.utils.clip_grads_with_norm_.__wrapped__  # type: ignore[attr-defined]
+_originals = _original_clip, _original_clip_value, _norm_here, _scale
+
+
+def _used(given: Sequence[torch.Tensor]) -> list[Any] | None:
+    """Returns what has the gradients that the optimizer uses, for parameters to be clipped.
+
+    All ranks of the model have to call it.
+
+    Returns:
+        Masters, shards or the parameters themselves; None if none of them is of the model.
+
+    Raises:
+        SMPUsageError: the call is inside a step.
+    """
+    model = state.current_model()
+    own = set() if model is None else {id(parameter) for parameter in model.parameters()}
+    masters: Any = None if model is None else model.runtime.stand_ins
+    if masters is not None and masters.half:
+        own |= {id(master) for master in masters.masters()}
+    # A rank may have none of the parameters that others have, and still has to take part.
+    if given and not any(isinstance(one, Shard) or id(one) in own for one in given):
+        return None
+    _check_outside_step()
+    sharding = None if model is None else model.runtime.sharding
+    if masters is not None and masters.half:
+        # Gradients of parameters are scaled; those of masters are what the optimizer uses. After an
+        # overflow the norm is not finite, and the optimizer uses none.
+        masters.prepare()
+        found: list[Any] = masters.masters_of(given)
+        return found
+    return list(given) if sharding is None else [sharding.local(one) for one in given]
+
+
+def _clip_grad_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    given = _listed(parameters)
+    used = _used(given)
+    if used is None:
+        gradients = [one.grad for one in given if one.grad is not None]
+        found: torch.Tensor = _norm_here(gradients, norm_type, error_if_nonfinite, foreach)
+        _scale(given, max_norm, found, foreach)
+        return found
+    total = _finite(global_norm(used, norm_type), norm_type, error_if_nonfinite)
+    _scale(used, max_norm, total, foreach)
+    return total
+
+
+def _finite(total: torch.Tensor, norm_type: float, check: bool) -> torch.Tensor:
+    if check and not total.isfinite():
+        raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(total)}")
+    return total
+
+
+def _get_total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    given = _listed(tensors)
+    owners = _owners(given)
+    used = None if owners is None else _used(owners)
+    if used is None:
+        found: torch.Tensor = _norm_here(given, norm_type, error_if_nonfinite, foreach)
+        return found
+    known = {id(one.grad) for one in owners or ()}
+    others = [types.SimpleNamespace(grad=one) for one in given if id(one) not in known]
+    return _finite(global_norm([*used, *others], norm_type), norm_type, error_if_nonfinite)  # type: ignore[list-item]
+
+
+def _owners(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Returns what has these gradients; None if none of them is one of the model's.
+
+    A rank may have no gradient when others have some; then it takes part without any.
+    """
+    model = state.current_model()
+    if model is None:
+        return None
+    several = [*model.runtime.optimised(), *model.parameters()]
+    with_gradient = {id(one.grad): one for one in reversed(several) if one.grad is not None}
+    if not gradients:
+        return None if with_gradient else []
+    return [with_gradient[id(one)] for one in gradients if id(one) in with_gradient] or None
+
+
+def _clip_grads_with_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    total_norm: torch.Tensor,
+    foreach: bool | None = None,
+) -> None:
+    given = _listed(parameters)
+    used = _used(given) if given else None
+    _scale(given if used is None else used, max_norm, total_norm, foreach)
+
+
+def _clip_grad_value(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    clip_value: float,
+    foreach: bool | None = None,
+) -> None:
+    given = _listed(parameters)
+    used = _used(given)
+    found = given if used is None else used
+    # A rank may have none that others have; torch's function fails without any.
+    if used is None or any(one.grad is not None for one in found):
+        _original_clip_value(found, clip_value, foreach)
+
+
+def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -1,0 +1,319 @@
+"""What stands in an optimizer's groups in place of the model's parameters.
+
+In half precision these are master weights (see half.py), with sharded data parallelism shards, and
+with both, the master weights of shards. Otherwise the optimizer has the parameters themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from smddp.modelparallel.torch.common.structure import map_tensors
+from smddp.modelparallel.torch.job.state import state
+from smddp.modelparallel.torch.optimizer.clipping import largest
+from smddp.modelparallel.torch.optimizer.flat_groups import FlatGroups, OriginalGroups
+from smddp.modelparallel.torch.optimizer.half import HALF
+from smddp.modelparallel.torch.optimizer.loss_scale import LossScaler
+from smddp.modelparallel.torch.partition.placement import Placement
+from smddp.modelparallel.torch.sharding.shard import Shard, ShardedParameter
+from smddp.modelparallel.torch.sharding.sharding import Sharding
+from smddp.modelparallel.torch.tensor.division import copy_division
+
+__all__ = ["StandIns"]
+
+log = logging.getLogger("smddp.modelparallel")
+
+
+class _SteppedElsewhere:
+    """Stands for the master weight of a parameter that another replica steps; has its gradient.
+
+    Attributes:
+        dtype: of the gradient.
+        grad: the unscaled gradient; None if there is none.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.grad: torch.Tensor | None = None
+
+
+class _Row(NamedTuple):
+    """What belongs to one parameter.
+
+    Attributes:
+        parameter: that of the model.
+        local: what this rank has of it, and what gets the gradient: its shard, or itself.
+        stand_in: what the optimizer has; the same as `local` in full precision.
+        entry: of a sharded parameter.
+    """
+
+    parameter: nn.Parameter
+    local: nn.Parameter
+    stand_in: nn.Parameter | _SteppedElsewhere
+    entry: ShardedParameter | None
+
+
+class StandIns:
+    """What one optimizer has in place of the parameters that live on this rank.
+
+    They exist once it is decided which parameters those are. With sharded data parallelism they are
+    shards of the parameters. In half precision they are *masters*: fp32 copies of parameters or
+    shards. There, a parameter in full precision has a master, too, which shares its memory; so
+    gradients are always unscaled on copies.
+
+    Attributes:
+        scaler: holds the loss scale; 1 in full precision.
+        half: does the model compute in half precision, so that there are masters?
+        overflow: was a gradient infinite when gradients were last copied to the masters?
+    """
+
+    def __init__(self, optimizer: Any, scaler: LossScaler, half: bool) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.scaler, self.half = scaler, half
+        self.overflow = False
+        self._originals: dict[int, nn.Parameter] = {}  # by the id of the stand-in
+        self._rows: list[_Row] = []
+        self._elsewhere: dict[int, _SteppedElsewhere] = {}  # by the id of the parameter
+        self._device = torch.device("cpu")
+        self._taken = False  # have the gradients of the last step been copied to the masters?
+        self._flat = FlatGroups(optimizer, self.original, self._aliases)
+        if state.groups.sharding is not None:
+            optimizer.fp16_groups = OriginalGroups(optimizer, self.original)
+            optimizer.fp32_partitioned_groups_flat = self._flat
+            optimizer.ds_param_shard_group = state.groups.sharding.parameters
+
+    def original(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Returns the model's parameter whose stand-in is given; a parameter itself otherwise."""
+        return self._originals.get(id(parameter), parameter)
+
+    def _aliases(self, stand_in: nn.Parameter) -> list[nn.Parameter]:
+        """Returns what shares memory with a stand-in: of a master, what is in full precision."""
+        return [
+            row.local
+            for row in self._rows
+            if row.stand_in is stand_in is not row.local and row.local.dtype not in HALF
+        ]
+
+    def with_gradient(self, parameter: nn.Parameter) -> Any:
+        """Returns what has the gradient of a parameter in the optimizer's groups."""
+        return self._elsewhere.get(id(parameter), parameter)
+
+    def adopt(
+        self,
+        placement: Placement,
+        sharding: Sharding | None,
+        steps: Callable[[nn.Parameter], bool] = lambda _: True,
+    ) -> None:
+        """Puts stand-ins into the optimizer's groups, in place of the parameters that live here.
+
+        Args:
+            placement: knows which parameters live here.
+            sharding: knows the shards; None without sharded data parallelism.
+            steps: says whether this rank steps a parameter; others have no master here.
+        """
+        self._device = placement.device
+        optimizer: Any = self._optimizer()
+        for group in optimizer.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                known = id(parameter) in self._originals or id(parameter) in self._elsewhere
+                has_gradient = parameter.is_floating_point() or parameter.is_complex()
+                if known or not (placement.owns(parameter) and has_gradient):
+                    continue
+                if not steps(parameter):
+                    dtype = torch.float32 if parameter.dtype in HALF else parameter.dtype
+                    other = self._elsewhere[id(parameter)] = _SteppedElsewhere(dtype)
+                    copy_division(parameter, other)
+                    self._rows.append(_Row(parameter, parameter, other, None))
+                    continue
+                entry = None if sharding is None else sharding.entry(parameter)
+                row, stand_in = self._row(parameter, entry)
+                if stand_in is parameter:
+                    continue
+                self._originals[id(stand_in)] = parameter
+                self._rows.append(row)
+                group["params"][place] = stand_in
+                if parameter in optimizer.state:
+                    own = _in_dtype_of(stand_in, parameter, optimizer.state.pop(parameter))
+                    optimizer.state[stand_in] = own if entry is None else entry.cut_state(own)
+        if self.half:
+            halves = {id(master) for _, master in self._halves()}
+            optimizer.fp32_from_fp16_groups = [
+                [master for master in group["params"] if id(master) in halves]
+                for group in optimizer.param_groups
+            ]
+            self._show()
+        if sharding is not None:
+            self._flat.adopt(placement, sharding)
+
+    def _row(
+        self, parameter: nn.Parameter, entry: ShardedParameter | None
+    ) -> tuple[_Row, nn.Parameter]:
+        """Returns the row of a parameter that this rank steps, and its stand-in."""
+        local = parameter if entry is None else entry.shard
+        stand_in = local
+        if self.half:
+            data = local.detach()
+            value = data.float() if data.dtype in HALF else data
+            if entry is None:
+                stand_in = nn.Parameter(value, local.requires_grad)
+                copy_division(parameter, stand_in)
+            else:
+                stand_in = Shard.of(value, local, entry.shard.group)
+        return _Row(parameter, local, stand_in, entry), stand_in
+
+    def copy_from_parameters(self) -> None:
+        """Copies the parameters to the masters, after parameters have been loaded."""
+        with torch.no_grad():
+            for row, master in self._halves():
+                master.copy_(row.local)
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def note_new_gradients(self) -> None:
+        """Notes that there are new gradients."""
+        self._taken = False
+
+    def update(self) -> None:
+        """Copies the gradients to the masters and unscales them; without masters it does nothing.
+
+        All ranks of the model have to call it; they agree on whether there is an overflow.
+        """
+        if not self.half:
+            return
+        gradients = []
+        for row in self._rows:
+            gradient, master = row.local.grad, row.stand_in
+            master.grad = None if gradient is None else gradient.to(master.dtype, copy=True)
+            if master.grad is not None:
+                gradients.append(master.grad)
+        self._unscale(gradients)
+        self._taken = True
+        self._show()
+
+    def _unscale(self, gradients: list[torch.Tensor]) -> None:
+        found = torch.zeros(1, device=self._device)
+        gradients = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
+        if gradients:
+            inverse = torch.full((1,), 1.0 / self.scaler.loss_scale, device=self._device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+        self.overflow = bool(largest(found))
+
+    def prepare(self) -> None:
+        """Copies the gradients to the masters if that has not been done in this step."""
+        if not self._taken:
+            self.update()
+
+    def masters(self) -> list[Any]:
+        """Returns what has the unscaled gradients."""
+        return [row.stand_in for row in self._rows]
+
+    def masters_of(self, parameters: Iterable[Any]) -> list[Any]:
+        """Returns what has the unscaled gradients of parameters; for a master, itself.
+
+        Parameters that the optimizer does not have, or that live elsewhere, have none.
+        """
+        found = {id(row.parameter): row.stand_in for row in self._rows}
+        found.update((id(row.stand_in), row.stand_in) for row in self._rows)
+        return [found[id(one)] for one in parameters if id(one) in found]
+
+    def step(self, inner: Callable[[], Any]) -> Any:
+        """Steps the optimizer and copies masters to what they stand for; not after an overflow.
+
+        Args:
+            inner: does the optimizer's own step.
+
+        Returns:
+            What `inner` returns; None after an overflow.
+        """
+        if not self.half:
+            return inner()
+        self.prepare()
+        self._taken = False
+        before = self.scaler.loss_scale
+        self.scaler.update_scale(self.overflow)
+        self._show()
+        if self.overflow:
+            if state.topology.rank == 0:
+                now = self.scaler.loss_scale
+                log.info("smp: overflow at loss scale %g, step left out; it is %g now", before, now)
+            return None
+        result = inner()
+        with torch.no_grad():
+            for row, master in self._halves():
+                row.local.copy_(master)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of parameters and masters."""
+        self._taken = False
+        for row in self._rows:
+            row.stand_in.grad = None
+            if row.local.grad is not None:
+                row.local.grad = None if set_to_none else torch.zeros_like(row.local.grad)
+
+    def _halves(self) -> list[tuple[_Row, nn.Parameter]]:
+        """Returns the rows with a master of another dtype on this rank, and the masters."""
+        return [
+            (row, row.stand_in)
+            for row in self._rows
+            if row.local.dtype in HALF and isinstance(row.stand_in, nn.Parameter)
+        ]
+
+    def entries(self, indices: Mapping[int, int]) -> dict[int, ShardedParameter]:
+        """Returns the sharded parameters by number.
+
+        Args:
+            indices: the number of each of the model's parameters, by its id.
+        """
+        return {indices[id(row.parameter)]: row.entry for row in self._rows if row.entry}
+
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns the masters that have memory of their own, and the gradients of stand-ins."""
+        gradients = [row.stand_in.grad for row in self._rows]
+        masters: list[torch.Tensor] = [master for _, master in self._halves()]
+        return masters, [gradient for gradient in gradients if gradient is not None]
+
+    # --- states -----------------------------------------------------------------------------------
+
+    def state_dict(self, indices: Mapping[int, int]) -> dict[str, Any]:
+        """Returns the masters of half-precision parameters, by number, and the loss scale.
+
+        Args:
+            indices: the number of each of the model's parameters, by its id.
+        """
+        masters = {indices[id(row.parameter)]: m.detach() for row, m in self._halves()}
+        return {"masters": masters, "loss_scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, given: Mapping[str, Any], indices: Mapping[int, int]) -> None:
+        """Loads the masters that belong here.
+
+        Args:
+            given: what `state_dict` has returned, merged over all ranks that share the model.
+            indices: as for `state_dict`.
+        """
+        with torch.no_grad():
+            for row in self._rows:
+                value = given["masters"].get(indices[id(row.parameter)])
+                if value is not None and row.local.dtype in HALF:
+                    value = value if row.entry is None else row.entry.cut(value)
+                    row.local.copy_(value)
+                    if isinstance(row.stand_in, nn.Parameter):
+                        row.stand_in.copy_(value)
+        self.scaler.load_state_dict(given["loss_scaler"])
+        self._show()
+
+    def _show(self) -> None:
+        """Sets the attributes that scripts read: `overflow` and `loss_scale`, as in Apex."""
+        optimizer: Any = self._optimizer()
+        optimizer.overflow, optimizer.loss_scale = self.overflow, self.scaler.loss_scale
+
+
+def _in_dtype_of(stand_in: nn.Parameter, parameter: nn.Parameter, own: Any) -> Any:
+    """Returns what an optimizer has made at once for a parameter, as Adagrad does, for a master."""
+    return map_tensors(lambda t: t.to(stand_in.dtype) if t.dtype == parameter.dtype else t, own)

@@ -1,0 +1,798 @@
+"""One rank's part in the steps of a pipeline: what arrives, and what runs.
+
+docs/model-parallel-design.md follows one microbatch through a step. This file has the life of a
+step, and ending.py how it ends; calls.py has the caller's side of calls between ranks, server.py
+the owner's side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smddp.modelparallel.core.baton import Aborted, Baton, Priority, Task, Ticket
+from smddp.modelparallel.core.errors import SMPPeerError, SMPUsageError
+from smddp.modelparallel.core.failure import CallsDifferError, Elsewhere
+from smddp.modelparallel.core.order import Announcement, Follower, Leader, TaskName, TaskOrder
+from smddp.modelparallel.torch.common import device
+from smddp.modelparallel.torch.common.engine import forget_failed_pass
+from smddp.modelparallel.torch.common.lost import smp_errors
+from smddp.modelparallel.torch.common.random_state import RandomState
+from smddp.modelparallel.torch.pipeline.calls import CallerSide
+from smddp.modelparallel.torch.pipeline.channel import Arrival, Channel, Ended
+from smddp.modelparallel.torch.pipeline.ending import SILENT, Ending
+from smddp.modelparallel.torch.pipeline.frame import Frame
+from smddp.modelparallel.torch.pipeline.history import History, Point
+from smddp.modelparallel.torch.pipeline.modules import Findings, Modules
+from smddp.modelparallel.torch.pipeline.order_group import OrderGroup, Outcome
+from smddp.modelparallel.torch.pipeline.protocol import Kind, Message
+from smddp.modelparallel.torch.pipeline.server import Server
+from smddp.modelparallel.torch.pipeline.stall import StallWatch
+from smddp.modelparallel.torch.pipeline.step import (
+    Schedule,
+    StepBegin,
+    StepCollectives,
+    StepDriver,
+    StepModel,
+    StepResult,
+)
+from smddp.modelparallel.torch.pipeline.timeline import Timeline
+from smddp.modelparallel.torch.pipeline.waits import Waits
+
+__all__ = ["Executor"]
+
+# Seconds that a rank waits for the others' END once it has no task left. A rank that computes
+# answers when its task waits or ends.
+_END_TIMEOUT = 120.0
+_ONLY_SOME_WAIT = "only some replicas wait for the result of a call"
+
+
+class Executor:
+    """Runs the steps of a pipeline on one rank.
+
+    The thread that calls `run` waits there; the baton's threads do the work, and take the messages
+    between two tasks. A failed step leaves the executor ready for the next one, unless a peer was
+    lost. One executor lives from the first DistributedModel to `smp.shutdown`; what belongs to one
+    model or one step is given to `adopt` and `run`.
+
+    Attributes:
+        rank, size: in the pipeline.
+        baton: runs the tasks of this rank, one at a time.
+        caller: the call graphs that code of this rank has sent.
+        server: the segments that this rank runs for any rank.
+        timeline: what ran in the last step, and when.
+        channel: the streams to and from the other ranks; None if there are none.
+        replicas: the streams to and from the other members of the order group; None without one.
+        collectives: those of tasks, over members of the order group; None if there are none.
+        ending: how steps end on this rank.
+        gradients: are gradients on, here or on a member of the order group? Known after `agree`.
+        divided: has this rank applied the decision about where modules live? Until then it
+            keeps the messages that begin or end work.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        size: int,
+        stall_warning: float,
+        abort: Callable[[str, bool], None],
+        replicas: OrderGroup | None = None,
+        collectives: StepCollectives | None = None,
+    ) -> None:
+        """Begins without a model.
+
+        Args:
+            group: the ranks of the pipeline; nothing else sends messages in it.
+            rank: of this process in the group.
+            size: of the group.
+            stall_warning: seconds after which a step that does not end is logged; 0 for never.
+            abort: see `Groups.abort`.
+            replicas: the ranks of other replicas with which this one ends its steps, and runs its
+                tasks in one order; None if there are none.
+            collectives: see the class.
+        """
+        self.rank, self.size = rank, size
+        self.timeline = Timeline()
+        self._watch = StallWatch(group, rank, self.timeline, stall_warning if size > 1 else 0.0)
+        self.replicas, self.collectives = replicas, collectives
+        self._job_ranks = dist.get_process_group_ranks(group) if group is not None else [rank]
+        # With one partition the microbatches run one after the other in any case.
+        order: TaskOrder | None = None
+        self._waits: Waits | None = None
+        self._history = History(collectives, lambda: self.modules.names)
+        if replicas is not None and size > 1:
+            self._waits = Waits(replicas.tell_of_wait, self._calls_differ)
+            order = Leader(replicas.announce)
+            if not replicas.leads:
+                order = Follower(self._diverged, lambda: self.ending.order_over.set())
+            order.note = self._history.slice_ended
+        self.baton = Baton(
+            self._task_failed,
+            self,
+            lambda: RandomState().restore,
+            order,
+            _prepare_thread,
+            _forget_values,
+        )
+        self.channel = Channel(group, rank, size) if group is not None and size > 1 else None
+        self.ending = Ending(
+            *(rank, self._job_ranks, self.baton, self.channel, abort, replicas, collectives)
+        )
+        self.caller = CallerSide(self)
+        self.server = Server(self, self.caller)
+        # In a step: the model that it trains; on rank 0, what runs the body.
+        self._model: StepModel | None = None
+        self._driver: StepDriver | None = None
+        # What to do with messages that begin or end work.
+        self._handlers: dict[int, Callable[[Message], None]] = {
+            Kind.GRAPH: lambda message: self.server.on_graph(*message.header),
+            Kind.FORWARD: self.server.on_forward,
+            Kind.BACKWARD: self.server.on_backward,
+            Kind.DROP: lambda message: self.server.on_drop(*message.header),
+            Kind.DONE: self._on_done,
+        }
+        self.divided = size == 1
+        # (peer, message): what has come before this rank can use it.
+        self._held: list[tuple[int, Message]] = []
+        self._begun = False  # may messages of this step be acted upon?
+        # Does this rank wait in `agree`, and which calls has it begun for ranks that have failed?
+        self._agreeing = False
+        self._late: list[Any] = []
+        self.gradients = False
+        self._decision: Any = None  # the one that has come, and is not applied here yet
+        self._steps = 0  # how many this rank has begun, including failed ones
+        self._name = ""  # of the step function
+        # Set when rank 0 has said where modules live, or has ended the step.
+        self._placed = threading.Event()
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks of the pipeline."""
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+    @property
+    def modules(self) -> Modules:
+        """The modules of the model."""
+        return self.server.modules
+
+    def adopt(self, modules: Modules) -> None:
+        """Serves a model from now on; all ranks do so at the same point of the script."""
+        self.divided = self.size == 1
+        modules.waits, modules.called = self._waits, self._history.called
+        if self.collectives is not None:
+            modules.entered = self.collectives.enter
+        self.caller.forget()
+        self.server.adopt(modules)
+
+    def close(self) -> None:
+        """Ends the threads; between steps."""
+        self.baton.close()
+
+    def finish(self) -> None:
+        """Lets the thread in `run` go on; the last task of rank 0 calls this."""
+        self.ending.over.set()
+
+    def wait_for_finish(self) -> None:
+        """Waits until `finish` was called or the step has failed.
+
+        Raises:
+            Aborted: the step has failed.
+        """
+        ending = self.ending
+        check = self._check_replicas if self.replicas is not None else None
+        self._watch.wait(ending.over, self.modules, self._name, self._steps, check)
+        # A follower waits for its leader. Not as long as the model is not divided: the leader may
+        # wait in its body until this replica has ended the step.
+        follows = isinstance(self.baton.order, Follower) and self.divided
+        if follows and not ending.failures:
+            # What nobody waits for may still be left.
+            self.baton.wake()
+            self._watch.wait(ending.order_over, self.modules, self._name, self._steps, check)
+        if ending.failures:
+            raise Aborted
+
+    # --- the life of a step -----------------------------------------------------------------------
+
+    def run(
+        self, name: str, schedule: Schedule, model: StepModel, driver: StepDriver | None
+    ) -> StepResult:
+        """Runs one step.
+
+        Args:
+            name: of the step function that this rank has called.
+            schedule: of the step, the same on all ranks.
+            model: what the step trains.
+            driver: on rank 0, what runs the body; None on the others.
+
+        Returns:
+            What the driver has returned, on every rank.
+
+        Raises:
+            Redo: a module returned another structure than its caller had relied on, or a buffer
+                that other ranks read has changed while microbatches overlapped.
+            SMPMicrobatchError: a microbatch failed, here or elsewhere.
+            SMPUsageError: the arguments cannot be divided, or ranks are in different steps.
+            SMPPartitionError: the model cannot be divided as asked.
+            SMPPeerError: a rank is gone, or another replica has failed.
+        """
+        self._name = name
+        self._model, self._driver = model, driver
+        self._placed.clear()
+        self.ending.begin(model)
+        self.server.under_way_limit = schedule.under_way_limit
+        if self.modules.outlook is not None:
+            self.modules.outlook.begin_step(schedule)
+        self.modules.default_device = torch.get_default_device()
+        self.modules.hooks.begin_step()
+        self._steps += 1
+        self.timeline.begin()
+        # This ends the abort of a failed step. It is done here and not at the end of that step,
+        # because more failures may arrive after that.
+        self.baton.begin()
+        if self.baton.order is not None:
+            self.baton.order.alone = not self.divided
+            self.baton.order.observer = self.modules.observer
+        if self._waits is not None:
+            self._waits.begin_step()
+        if self.channel is not None:
+            self.channel.open()
+        if self.collectives is not None:
+            self.collectives.begin_step()
+        self._history.begin_step()
+        if self.replicas is not None:
+            self.replicas.begin(self)
+        try:
+            silent = self._run_to_end(name, model, driver)
+            return self.ending.outcome(silent)
+        finally:
+            self._model = self._driver = None
+            self.ending.forget()
+
+    def _run_to_end(self, name: str, model: StepModel, driver: StepDriver | None) -> list[int]:
+        """Does this rank's part in a step, and waits until all ranks of the pipeline have ended it.
+
+        Arguments are those of `run`. Returns the ranks that have not ended it in time.
+        """
+        try:
+            self._take_part(name, model, driver)
+        except Aborted:
+            pass  # `outcome` raises the failure below
+        except Exception as error:
+            self.ending.fail(-1, error)
+        except BaseException as error:
+            self.ending.leave_after_signal(error)
+            raise
+        finally:
+            try:
+                with smp_errors():
+                    silent = self._await_ends()
+            except BaseException as error:
+                self.ending.leave(error)
+                raise
+            finally:
+                # DROP may come after this rank has sent END; the task that it makes has to end
+                # first.
+                self.baton.wait_until_idle()
+                self._apply_late_decision()
+                self._end_step()
+                if self.divided:
+                    failures = self.ending.failures
+                    order_matters = any(failure.order_matters for failure in failures)
+                    model.accept_reports(self.ending.reports, order_matters)
+        return silent
+
+    def _take_part(self, name: str, model: StepModel, driver: StepDriver | None) -> None:
+        """Does this rank's part in a step, until it has sent END; arguments are those of `run`."""
+        if driver is None:
+            model.compare()
+            self.baton.wake()
+            self.wait_for_finish()
+        else:
+            names = None if self.divided else self.modules.names
+            begin = model.begin(name, names)
+            for peer in self.peers:
+                self.send(peer, Kind.BEGIN, begin)
+            self._begin_step()
+            self.ending.result = driver.drive()
+        self.ending.succeed()
+
+    def _await_ends(self) -> list[int]:
+        """Waits until this rank has no task left and all peers have ended the step.
+
+        Returns:
+            The peers that have not ended it in time. Their streams count as broken: the END that
+            they may still send belongs to this step, and the next one must not read it.
+        """
+        self.baton.wake()
+        self.baton.wait_until_idle()
+        if isinstance(self.baton.order, Leader) and self.replicas is not None:
+            # Before anything here waits for other replicas.
+            self.baton.order.settle()
+            self.replicas.announce_end()
+            self.baton.order.end()
+        awaits_decision = self.replicas is not None and self.rank > 0 and not self.divided
+        if awaits_decision and not self.ending.left:
+            # The other members of the order group may have applied a decision that still comes
+            # here, and wait for this rank in collectives.
+            self._placed.wait(_END_TIMEOUT)
+        self._apply_late_decision()
+        assert self._model is not None
+        works = self._complete_collectives()
+        self._model.close(bool(self.ending.failures))
+        for work, *_ in works:
+            work.wait()
+        if self.channel is None or self.ending.left:
+            return []
+        silent = self.channel.drain(_END_TIMEOUT)
+        for peer in silent:
+            self.channel.end(peer, Ended(RuntimeError(f"it {SILENT}")))
+        if silent:
+            # Wakes the thread that waits for their messages.
+            self.channel.interrupt()
+        return silent
+
+    def _complete_collectives(self) -> list[Any]:
+        """Lets no rank wait for collective calls that this one does not make any more.
+
+        Returns:
+            See `StepCollectives.complete`. This rank waits for them after its gathers: the calls
+            may need a rank that waits in a gather.
+        """
+        if self.collectives is None or self.replicas is None or self.ending.left:
+            return []
+        self.collectives.settle()
+        if not self.ending.failures:
+            return []
+        made = self.replicas.await_stops()
+        return self.collectives.complete(made.get(rank, ()) for rank in self.collectives.ranks)
+
+    def agree(self, failure: str, redo: bool, order_matters: bool | None) -> tuple[bool, Any]:
+        """Ends a step after `run`: from now on, all replicas of the order group know the same.
+
+        All ranks call it once in each step, also if `run` has raised. Without an order group it
+        waits for nobody.
+
+        Args:
+            failure: why the step has failed on this replica, in one line; empty if it has not.
+            redo: does it have to be run again?
+            order_matters: does the order of the microbatches matter? None if that is not known.
+
+        Returns:
+            `redo` and `order_matters`, of all replicas together.
+
+        Raises:
+            SMPPeerError: the step has not failed here, but on another replica; or a rank is gone.
+            SMPUsageError: ranks have made the collective calls of tasks for different modules.
+        """
+        self.gradients = torch.is_grad_enabled()
+        try:
+            return self._end_together(failure, redo, order_matters)
+        finally:
+            self._agreeing, self._late = False, []
+            if self.collectives is not None:
+                self.collectives.end_step()
+
+    def _end_together(
+        self, failure: str, redo: bool, order_matters: bool | None
+    ) -> tuple[bool, Any]:
+        findings = self.modules.findings()
+        if self.replicas is None or self.ending.left:
+            self.modules.end_step(findings)
+            return redo, order_matters
+        elsewhere = self.ending.as_elsewhere(failure) if failure else None
+        first = self.collectives.ranks[0] if self.collectives is not None else 0
+        orders = {rank: report.order for rank, report in self.ending.reports.items()}
+        point = self._history.point(over=True)
+        own = Outcome(
+            *(elsewhere, redo, order_matters, findings, (first, orders), point),
+            gradients=torch.is_grad_enabled(),
+        )
+        self._agreeing = True
+        self._complete_late()
+        try:
+            outcomes = self.replicas.end(own)
+        except SMPPeerError as error:
+            self.ending.leave(error)
+            if failure:
+                return redo, order_matters
+            raise
+        for work, *_ in self._late:
+            work.wait()
+        self.gradients = any(outcome.gradients for outcome in outcomes)
+        self.modules.end_step(Findings.common([outcome.findings for outcome in outcomes]))
+        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+        if failures and not failure:
+            raise failures[0].error()
+        redo = any(outcome.redo for outcome in outcomes) and not failures
+        if not (failures or redo):
+            _compare_orders(outcomes)
+        known = [outcome.order_matters for outcome in outcomes]
+        unknown = not any(known) and (bool(failures) or None in known)
+        return redo, None if unknown else any(known)
+
+    def _complete_late(self) -> None:
+        """Lets no rank wait for calls that this one has not made, though its step has succeeded."""
+        if self.collectives is not None and self.replicas is not None:
+            made = self.replicas.stops
+            ranks = self.collectives.ranks
+            self._late += self.collectives.complete(made.get(rank, ()) for rank in ranks)
+
+    def _apply_late_decision(self) -> None:
+        """Applies a decision that came before a failure: rank 0 has applied it already."""
+        try:
+            self._apply_decision()
+        except Exception as error:
+            self.ending.fail(-1, error)
+
+    def _begin_step(self) -> None:
+        with self.ending.lock:
+            self._begun = True
+            self._release_held()
+
+    def _end_step(self) -> None:
+        with self.ending.lock:
+            self._begun = False
+            self._held.clear()
+            self.caller.clear()
+            self.server.clear()
+            self.modules.hooks.end_step()
+
+    def wait(self, ticket: Ticket, frame: Frame, forward: bool, yields: bool = False) -> None:
+        """Lets other tasks run until a ticket is done.
+
+        Args:
+            ticket: to wait for.
+            frame: of the task that waits.
+            forward: does the task go on with forward work?
+            yields: see `Baton.wait`.
+
+        Raises:
+            Aborted: the step has failed meanwhile.
+        """
+        if ticket.done and self.replicas is None and not yields:
+            return
+        self.timeline.leave()
+        self.baton.wait(ticket, Priority(forward, frame.microbatch, frame.order), yields)
+        self.enter(frame, forward)
+
+    def enter(self, frame: Frame, forward: bool) -> None:
+        """Notes that a task begins to work, or goes on.
+
+        Args:
+            frame: of the task.
+            forward: is it forward work?
+
+        Raises:
+            SMPUsageError: saved arguments cannot be moved out of memory.
+        """
+        self.timeline.enter(frame, forward)
+        modules = self.modules
+        if modules.offloader is not None and modules.outlook is not None:
+            modules.outlook.enter(frame, forward)
+            modules.offloader.balance()
+
+    def reach_backward(self, frame: Frame) -> None:
+        """Tells the driver that a microbatch's forward pass is over; see `StepDriver`."""
+        assert self._driver is not None
+        self._driver.reach_backward(frame)
+
+    def microbatch_done(self, microbatch: int, announce: bool) -> None:
+        """Ends a microbatch, on rank 0.
+
+        Args:
+            microbatch: its number.
+            announce: tell the other ranks, which do not learn of it otherwise.
+        """
+        assert self._model is not None
+        self._model.end_microbatch(microbatch)
+        if announce:
+            for peer in self.peers:
+                self.send(peer, Kind.DONE, microbatch)
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def send(self, peer: int, kind: Kind, header: Any, tensors: Sequence[Any] = ()) -> bool:
+        """Sends a message to a rank of the pipeline, which may be this one.
+
+        Two segments of one graph may have the same owner, and an edge between them.
+
+        Args:
+            peer: rank of the pipeline.
+            kind: of the message.
+            header: anything that pickles and holds no tensors.
+            tensors: see `Message`.
+
+        Returns:
+            Whether it was sent: not if this rank has sent END in this step.
+        """
+        if peer == self.rank:
+            if self.ending.end_sent:
+                return False
+            detached = [t if t is None else _leaf(t) for t in tensors]
+            self._handle(peer, Message(kind, header, detached))
+            return True
+        return self.ending.send(peer, kind, header, tensors)
+
+    @property
+    def expects(self) -> bool:
+        """Says whether messages may still come in this step."""
+        return self.channel is not None and self.channel.expects
+
+    def take(self, block: bool) -> list[Arrival]:
+        """Returns what has come; with `block`, waits until something has."""
+        assert self.channel is not None
+        return self.channel.take(block)
+
+    def deliver(self, arrived: list[Arrival]) -> None:
+        """Acts upon what has come; the thread that has the baton calls this."""
+        assert self.channel is not None
+        for peer, item in arrived:
+            if type(item) is Message:
+                self._handle(peer, item)
+                continue
+            assert isinstance(item, Ended)
+            if item.error is not None:
+                self.ending.lose(peer, item.error)
+                if peer == 0:
+                    self._placed.set()
+            self.channel.end(peer, item)
+
+    def interrupt(self) -> None:
+        """Ends the `take` that waits, or else the next one."""
+        assert self.channel is not None
+        self.channel.interrupt()
+
+    def _handle(self, peer: int, message: Message) -> None:
+        """Acts upon a message; an error in that ends the step."""
+        try:
+            with self.ending.lock:
+                handler = self._handlers.get(message.kind)
+                # GRAPH is always taken: the caller sends it once only, so it must not be lost if
+                # the step fails before BEGIN has come.
+                ready = message.kind == Kind.GRAPH or (self._begun and self.divided)
+                if handler is not None and ready:
+                    handler(message)
+                elif message.kind == Kind.END:
+                    if peer == 0:
+                        self._placed.set()
+                    self.ending.on_end(peer, message)
+                elif message.kind == Kind.UNREADABLE:
+                    raise SMPUsageError(
+                        f"an object that {self.ending.who(peer)} has sent cannot be unpickled: "
+                        f"{message.header}"
+                    )
+                elif message.kind == Kind.BEGIN:
+                    self._on_begin(message.header)
+                elif message.kind == Kind.PARTITION:
+                    self._decision = message.header
+                    self._placed.set()
+                    # In a task, because hooks of the user and collectives run in it.
+                    self.baton.submit(Task(Priority(False, -1), self._apply_decision))
+                else:
+                    # There is no order between streams: this message has come before BEGIN or
+                    # PARTITION of rank 0.
+                    self._held.append((peer, message))
+        except Exception as error:
+            self.ending.fail(-1, error)
+
+    def _on_done(self, message: Message) -> None:
+        microbatch = message.header
+        if self.replicas is None:
+            self._end_microbatch(microbatch)
+            return
+        # This may make a sum of gradients final, whose reduction then begins at the same place of
+        # the order on all replicas.
+        task = Task(Priority(False, microbatch), lambda: self._end_microbatch(microbatch))
+        task.name = TaskName("end", microbatch)
+        self.baton.submit(task)
+
+    def _end_microbatch(self, microbatch: int) -> None:
+        self.server.end_microbatch(microbatch)
+        assert self._model is not None
+        self._model.end_microbatch(microbatch)
+
+    def _release_held(self) -> None:
+        held, self._held = self._held, []
+        for peer, message in held:
+            self._handle(peer, message)
+
+    def _on_begin(self, begin: StepBegin) -> None:
+        if begin.name != self._name:
+            raise SMPUsageError(
+                f"rank 0 of the pipeline is in the step {begin.name}, rank {self.rank} in "
+                f"{self._name}: all ranks have to call the same steps in the same order"
+            )
+        assert self._model is not None
+        self._model.accept_begin(begin)
+        self._begin_step()
+
+    def _apply_decision(self) -> None:
+        decision, self._decision = self._decision, None
+        if decision is not None:
+            assert self._model is not None
+            self._model.apply(decision)
+
+    def set_divided(self) -> None:
+        """Notes that this rank has applied the decision; it serves calls from now on."""
+        with self.ending.lock:
+            self.divided = True
+            if self.baton.order is not None:
+                self.baton.order.alone = False
+            self._release_held()
+
+    # --- the order group; on its thread -----------------------------------------------------------
+
+    def on_decisions(self, decisions: Sequence[Announcement]) -> None:
+        """Lets the tasks run that the leader has announced; see `OrderEvents`."""
+        with self.baton.changing_order() as order:
+            order.announce(decisions)
+
+    def on_wait(self, task: int, call: int) -> None:
+        """Compares what replicas wait for; see `OrderEvents`."""
+        assert self._waits is not None
+        self._waits.told(task, call)
+
+    def on_leader_ended(self) -> None:
+        """Notes that there are no more announcements; see `OrderEvents`."""
+        self.ending.end_order()
+
+    def on_point(self, rank: int, point: Point) -> None:
+        """Ends the step if another replica does not make the calls of this one."""
+        # Without exchanges and gathers the members may make different calls in the same tasks.
+        exchanges = self.collectives is not None and rank in self.collectives.ranks
+        together = exchanges or self.modules.observer is not None
+        if not (together and self._history.differs(rank, point)):
+            return
+        if self.modules.predicts_structures and self.size > 1:
+            # Perhaps only because one of them has waited.
+            self.ending.fail_on_all(CallsDifferError(_ONLY_SOME_WAIT))
+            return
+        here, own = self._job_ranks[self.rank], self._history.point()
+        called = [
+            f"rank {one} of the job has called {', '.join(map(repr, how.trail)) or 'none'}"
+            for one, how in ((rank, point), (here, own))
+        ]
+        self.ending.fail_on_all(
+            SMPUsageError(
+                "replicas that run their tasks in one order, such as the ranks of a "
+                "tensor-parallel group, have to call the same modules in the same order, and "
+                "model.backward for the same losses, whatever their data are, and they do not. Up "
+                f"to here, {'; '.join(called)}"
+            )
+        )
+
+    def on_stop(self, failure: Elsewhere) -> None:
+        """Ends the step because another replica has ended it; see `OrderEvents`."""
+        self.ending.stop(failure)
+        if not self._agreeing or self.ending.left:
+            return
+        try:
+            self._complete_late()
+        except Exception as error:
+            self.ending.leave(error)
+
+    def on_lost(self, rank: int, error: Exception) -> None:
+        """Ends the step because a rank of another replica is gone; see `OrderEvents`."""
+        self.ending.lose_replica(rank, error)
+
+    def _check_replicas(self) -> float:
+        """Ends the step if it has waited too long for the leader; see `StallWatch.wait`."""
+        assert self.replicas is not None
+        timeout = self.replicas.timeout
+        compares = self.collectives is not None or self.modules.observer is not None
+        left = self.replicas.keep_alive(self._history.point(), compares)
+        # This rank may have gone on since it heard of them.
+        for rank, point in self.replicas.ended:
+            self.on_point(rank, point)
+        if isinstance(self.baton.order, Follower):
+            with self.baton.changing_order() as order:
+                # The leader may wait for this rank in a collective, or other ranks may wait for
+                # this one in the pipeline, which ends after the same timeout. So this rank says
+                # earlier what the reason is.
+                stuck = timeout / 2
+                wait = order.check(stuck, timeout * 3 / 4, over=min(stuck, _END_TIMEOUT))
+            order.settle()
+            left = min(left, wait)
+        return left
+
+    def _calls_differ(self) -> None:
+        """Ends the step, which is run again: this time every replica waits for every call."""
+        with self.ending.lock:
+            # Afterwards all ranks of the pipeline know that the step has succeeded here.
+            if not self.ending.end_sent:
+                self.ending.fail(-1, CallsDifferError(_ONLY_SOME_WAIT))
+
+    def _diverged(
+        self, reason: str, announced: tuple[Any, ...] | None, ready: list[TaskName]
+    ) -> None:
+        """Ends the step because this replica does not make the calls of the leader's."""
+        assert self.replicas is not None
+        names = self.modules.names
+        leader = f"rank {self.replicas.ranks[0]} of the job"
+        here = f"rank {self._job_ranks[self.rank]}"
+        there = TaskName(*announced).text(names) if announced is not None else ""
+        mine = "; ".join(sorted({name.text(names) for name in ready})) or "nothing"
+        what = {
+            "over": f"{leader} has ended the step without it",
+            "silent": f"{leader}, which decides the order, has begun nothing for "
+            f"{self.replicas.timeout * 3 / 4:g} s",
+            "stuck": f"{leader} has run {there}, which cannot run on {here}",
+        }[reason]
+        error = SMPUsageError(
+            f"replicas that run their tasks in one order have to make the same calls in each step: "
+            f"{what}. On {here} could run: {mine}"
+        )
+        if reason == "over" and self.ending.over.is_set():
+            # All bodies have ended: nobody has waited for the results of this work, and the
+            # leader's replica has not run it any more.
+            self.baton.abort()
+            self.ending.order_over.set()
+        elif reason == "over" and self.modules.predicts_structures:
+            self._calls_differ()  # perhaps only because one of them has waited
+        else:
+            self.ending.fail(-1, error)
+
+    def _task_failed(self, task: Task, error: BaseException) -> None:
+        frame: Frame | None = task.frame
+        if frame is not None and isinstance(error, Exception):
+            self._fetch_lazy_values(frame)
+        self.ending.fail(frame.microbatch if frame is not None else -1, error)
+
+    def _fetch_lazy_values(self, frame: Frame) -> None:
+        """Fetches the values of a failed task's lazy tensors.
+
+        The task has relied on their structure, and that may be the cause of its failure. If the
+        structure is wrong, the owner fails, and its failure comes here before the task's own.
+        """
+        with contextlib.suppress(Exception, Aborted):
+            self.caller.settle(frame)
+
+
+def _prepare_thread() -> Callable[[], None]:
+    """Returns what a new thread of the baton does first; the calling thread has the device."""
+    place = device.current()
+
+    def prepare() -> None:
+        # Without this, autograd would run on one thread per device, shared by all microbatches: a
+        # microbatch that waits there would block the work that it waits for.
+        torch.autograd.set_multithreading_enabled(False)
+        # OpenMP has a number of threads for each thread that uses it. This call takes over that of
+        # `torch.set_num_threads`; without it, small products would run on all cores.
+        torch.get_num_threads()
+        device.use(place)
+
+    return prepare
+
+
+def _forget_values(task: Task) -> None:
+    """Frees the values of its step that a task that has raised would keep in memory."""
+    forget_failed_pass()
+    if task.frame is not None:
+        task.frame.open = None
+
+
+def _leaf(tensor: Any) -> Any:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _compare_orders(outcomes: Sequence[Outcome]) -> None:
+    """Raises SMPUsageError, on all replicas, if some have called divided modules in another order.
+
+    Args:
+        outcomes: of a step that has succeeded on all of them.
+    """
+    orders: dict[int, dict[int, int]] = {}
+    for first, found in (outcome.collectives for outcome in outcomes):
+        if orders.setdefault(first, found) != found:
+            raise SMPUsageError(
+                "the ranks of a tensor-parallel group have called their divided modules in "
+                "different orders, so the results of this step are wrong. All ranks of "
+                f"the group of rank {first} have to call the same modules in the same order, "
+                "whatever their data are"
+            )

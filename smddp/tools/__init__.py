@@ -1,0 +1,1 @@
+"""The commands of `smddp`, and what they share. This package imports nothing by itself."""
