@@ -10,6 +10,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -434,14 +436,15 @@ class Modules:
     def reach(self, calls: Iterable[Call]) -> frozenset[str]:
         """Returns the names of the parameters that calls may use.
 
-        These are the parameters of their modules, and of the modules inside these.
+        These are the parameters of their modules, of the modules inside these, and those to which
+        attributes of these modules refer.
         """
         found: set[str | None] = set()
         for call in calls:
             if call.method.startswith(_PARAMETER):
                 found.add(self._name_of_read(call))
             elif not call.method.startswith(_READS):
-                found.update(map(self._name_of, self.by_number[call.module].parameters()))
+                found.update(map(self._name_of, _parameters_used(self.by_number[call.module])))
         return frozenset(name for name in found if name is not None)
 
     def _name_of(self, parameter: torch.Tensor) -> str | None:
@@ -1040,6 +1043,41 @@ def _in_step() -> Modules | None:
     return next((modules for modules in found if modules._frame() is not None), None)
 
 
+def _parameters_used(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the parameters that a module's code can find from its attributes."""
+    left: list[Any] = [module]
+    seen = set()
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, nn.Module):
+            left.append(vars(value))
+        elif isinstance(value, dict):
+            left += dict.values(value)
+        elif isinstance(value, list | tuple | set | frozenset | collections.deque):
+            left += value
+        elif isinstance(value, functools.partial):
+            left += value.func, value.args, value.keywords
+        elif isinstance(value, types.MethodType):
+            left.append(value.__self__)
+        elif isinstance(value, weakref.ref):
+            left.append(value())
+        elif isinstance(value, types.FunctionType):
+            left += [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
+
+
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
 class _RemoteForward:
     """The `forward` of a module that lives elsewhere."""
 
@@ -1047,6 +1085,12 @@ class _RemoteForward:
         self._modules = weakref.ref(modules)
         self._number = number
         self._name, self._owner = modules.names[number], modules.owners[number]
+        self._class = type(modules.by_number[number])
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The parameters that code finds which passes only what a forward method takes."""
+        return inspect.signature(functools.partial(self._class.forward, None))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         modules = self._modules()
