@@ -89,8 +89,8 @@ SIZES: dict[int, str] = {
         max_target_positions""",
     16: """moe_intermediate_size shared_expert_intermediate_size expert_dim q_lora_rank kv_lora_rank
         embedding_size_per_layer hidden_size_per_layer_input position_embedding_dim""",
-    8: """num_queries head_dim d_kv attention_head_size qk_nope_head_dim v_head_dim
-        linear_key_head_dim linear_value_head_dim global_head_dim d_head""",
+    8: """max_source_positions num_queries head_dim d_kv attention_head_size qk_nope_head_dim
+        v_head_dim linear_key_head_dim linear_value_head_dim global_head_dim d_head""",
     4: """num_attention_heads n_head encoder_attention_heads decoder_attention_heads num_heads
         n_heads num_experts num_local_experts n_routed_experts moe_num_experts patch_size
         qk_rope_head_dim rotary_dim attention_heads mamba_n_heads linear_num_value_heads""",
@@ -128,7 +128,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "is_decoder": True,
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "granitemoehybrid": {
+        **{"layer_types": ["linear_attention", "full_attention"], "mamba_d_head": 16},
+    },
     "bamba": {"attn_layer_indices": [1], "mamba_d_head": 16},
     "xmod": {"default_language": "en_XX"},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 320},
@@ -197,6 +199,8 @@ def _stages(config: Any, given: dict[str, Any]) -> None:
                 _set(config, name, type(value)(1 for _ in value))
             elif name in ("num_heads", "num_attention_heads"):
                 _set(config, name, type(value)(4 for _ in value))
+            elif name == "image_size":
+                _set(config, name, type(value)(min(one, 4 * SIDE) for one in value))
 
 
 def _layers(config: Any, given: dict[str, Any]) -> None:
