@@ -30,6 +30,7 @@ from smddp.modelparallel.common.structure import (
     may_be_changed,
     replace_tensors,
 )
+from smddp.modelparallel.pipeline.attributes import Attributes
 from smddp.modelparallel.pipeline.calls import CallerSide, refuse_transforms
 from smddp.modelparallel.pipeline.collector import KnownCall, predictable
 from smddp.modelparallel.pipeline.frame import Frame
@@ -248,6 +249,7 @@ class Modules:
         # Structures found in this step. They are used from the next step on, so that all
         # microbatches of a step make the same calls, and pass every module in the same order.
         self._learned: dict[Any, Any] = {}
+        self._attributes: Attributes | None = None
         # How often the structure of a call's result has changed.
         self._changes: collections.Counter[Any] = collections.Counter()
 
@@ -309,14 +311,19 @@ class Modules:
             if returns is not None and self._changes[key] < _MAX_CHANGES:
                 self._with_structure[key] = KnownCall(key[0], key[1], key[2], returns, key[5])
         self._learned.clear()
+        if self._attributes is not None:
+            self._attributes.warn(self.names, self.owners, self._rank)
+            self._attributes = None
 
     def begin_step(self, looks: bool) -> None:
         """Begins to note what happens in a step.
 
         Args:
-            looks: warn of parameters that are not of the model.
+            looks: warn of parameters that are not of the model, and of attributes that are set
+                where modules do not live.
         """
         self._looks = looks
+        self._attributes = Attributes(self.by_number) if looks else None
         self.buffers_read.clear()
         self.out_of_order.clear()
         self._called_last.clear()
