@@ -768,6 +768,18 @@ def _fork(kind: str, rank: int, port: int, folder: Path) -> int:
         os._exit(0)
 
 
+def write(path: Path, table: dict[str, dict[str, str]]) -> None:
+    """Writes a table to a file, with a line for each type."""
+    config = {"torch": torch.__version__, "transformers": transformers.__version__}
+    lines = [f"  {json.dumps(kind)}: {json.dumps(found)}" for kind, found in table.items()]
+    head = f' "args": ["zoo.py"],\n "config": {json.dumps(config)},\n'
+    path.write_text(
+        f'{{\n{head} "summary": {json.dumps(summary(table))},\n "results": {{\n'
+        + ",\n".join(lines)
+        + "\n }\n}\n"
+    )
+
+
 def summary(table: dict[str, dict[str, str]]) -> str:
     """Returns how many types are equal, and so on."""
     words: dict[str, int] = {}
@@ -807,7 +819,7 @@ def main() -> int:
         words = "  ".join(f"{check} {text}" for check, text in table[kind].items())
         print(f"{kind:28} {words}", flush=True)
         if arguments.table:
-            arguments.table.write_text(json.dumps(table, indent=1))
+            write(arguments.table, table)
     print(summary(table))
     bad = ("wrong", "hung")
     return int(any(text.startswith(bad) for one in table.values() for text in one.values()))
