@@ -1,4 +1,8 @@
-"""Warns of attributes that code of a step sets on modules of other ranks, which do not see that."""
+"""What code of a step sets as attributes of modules.
+
+Modules of other ranks do not see what is set here. Modules of this rank may keep tensors in their
+attributes from one call to the next, such as the state of a recurrent layer.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,35 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-__all__ = ["Attributes"]
+__all__ = ["Attributes", "tensors_of"]
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class Attributes:
-    """The settings of all modules when a step begins: numbers, texts, and which modules are inside.
+    """The attributes of all modules when a step begins.
 
-    A module may be given a number that it uses in its forward method, or get another module inside
-    it, by code that runs where it does not live.
+    Of settings, which are numbers, texts and the modules inside: a module may be given one by code
+    that runs where the module does not live. And of tensors.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         """Notes them."""
         self._modules = modules
         self._before = [_settings(module) for module in modules]
+        self._tensors = [tensors_of(module) for module in modules]
+
+    def keepers(self) -> set[int]:
+        """Returns the numbers of the modules that have put tensors into their attributes."""
+        found = set()
+        for number, (module, before) in enumerate(zip(self._modules, self._tensors, strict=True)):
+            now = tensors_of(module)
+            if now.keys() != before.keys() or any(now[name] is not before[name] for name in now):
+                found.add(number)
+        return found
 
     def warn(self, names: Sequence[str], owners: Sequence[int | None], rank: int) -> None:
         """Warns of the first one that has another value now, and is of a module elsewhere.
@@ -52,6 +67,11 @@ class Attributes:
                 stacklevel=2,
             )
             return
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the tensors in attributes of a module, without parameters and buffers, by name."""
+    return {name: one for name, one in vars(module).items() if isinstance(one, torch.Tensor)}
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from smddp.modelparallel.common.structure import (
     may_be_changed,
     replace_tensors,
 )
-from smddp.modelparallel.pipeline.attributes import Attributes
+from smddp.modelparallel.pipeline.attributes import Attributes, tensors_of
 from smddp.modelparallel.pipeline.calls import CallerSide, refuse_transforms
 from smddp.modelparallel.pipeline.collector import KnownCall, predictable
 from smddp.modelparallel.pipeline.frame import Frame
@@ -175,7 +175,10 @@ class Modules:
         training_flags: one byte per module, 1 for train and 0 for eval, as all ranks have set it at
             the beginning of this step; None before the first one.
         out_of_order: numbers of the modules here that have been called in this step after a later
-            part of the program had called them: another microbatch, or another call graph.
+            part of the program had called them: another microbatch, or another call graph. Only
+            of modules with buffers, and keepers.
+        keepers: numbers of the modules here that put tensors into their attributes, as the first
+            step of a function has shown.
         buffers_read: (number, name) of the buffers here that other ranks have read in this step.
         surroundings: entered around tasks and modules; None for nothing.
         observer: is told which slices run, if there is an order group; None for nobody.
@@ -212,6 +215,7 @@ class Modules:
         self.training_flags: bytes | None = None
         self.buffers_read: set[tuple[int, str]] = set()
         self.out_of_order: set[int] = set()
+        self.keepers: set[int] = set()
         self._looks = False
         self._warned: set[int] = set()  # ids of parameters outside the model
         # By number of a module here that has buffers: which task has called it last.
@@ -250,6 +254,8 @@ class Modules:
         # microbatches of a step make the same calls, and pass every module in the same order.
         self._learned: dict[Any, Any] = {}
         self._attributes: Attributes | None = None
+        # What the keepers had in their attributes before the step.
+        self._kept: dict[int, dict[str, torch.Tensor]] = {}
         # How often the structure of a call's result has changed.
         self._changes: collections.Counter[Any] = collections.Counter()
 
@@ -313,17 +319,25 @@ class Modules:
         self._learned.clear()
         if self._attributes is not None:
             self._attributes.warn(self.names, self.owners, self._rank)
+            self.keepers |= self._attributes.keepers()
             self._attributes = None
 
-    def begin_step(self, looks: bool) -> None:
+    def begin_step(self, looks: bool, again: bool) -> None:
         """Begins to note what happens in a step.
 
         Args:
+            again: the step is run a second time, with what modules kept before the first.
             looks: warn of parameters that are not of the model, and of attributes that are set
                 where modules do not live.
         """
         self._looks = looks
         self._attributes = Attributes(self.by_number) if looks else None
+        if again:
+            for number, before in self._kept.items():
+                own = vars(self.by_number[number])
+                for name in tensors_of(self.by_number[number]).keys() | before.keys():
+                    own[name] = before.get(name)
+        self._kept = {number: tensors_of(self.by_number[number]) for number in self.keepers}
         self.buffers_read.clear()
         self.out_of_order.clear()
         self._called_last.clear()
@@ -365,7 +379,7 @@ class Modules:
         )
 
     def _note_call(self, number: int) -> None:
-        """Notes a call of a module here, which may change its buffers."""
+        """Notes a call of a module here, which may change its buffers, or what it keeps."""
         frame = self._frame()
         if frame is None or runs_again():
             return
@@ -845,7 +859,7 @@ class Modules:
 
     def _original(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
         module = self.by_number[number]
-        if module._buffers and not method.startswith(_READS):
+        if (module._buffers or number in self.keepers) and not method.startswith(_READS):
             self._note_call(number)
         if method.startswith(_READS):
             return self._surrounded(number, functools.partial(self._own_value, number, method))
