@@ -614,13 +614,20 @@ def check_generate(model: Any, alone: Any, kwargs: dict[str, Any]) -> str:
     training = alone.training
     alone.eval()
     try:
-        wanted = alone.generate(**given, **options)
+        # In the same parts, because what RWKV finds depends on the size of the batch.
+        parts = [
+            alone.generate(
+                **{name: one.chunk(MICROBATCHES)[number] for name, one in given.items()}, **options
+            )
+            for number in range(MICROBATCHES)
+        ]
     except Exception as error:
         return f"- alone: {short(error)}"
     finally:
         alone.train(training)
-    if not isinstance(wanted, torch.Tensor):
+    if not all(isinstance(one, torch.Tensor) for one in parts):
         return "- alone: no tensor of tokens"
+    wanted = torch.cat(parts)
 
     @smp.step
     def step(model: Any, given: Any) -> Any:
