@@ -215,6 +215,9 @@ def trial(how: str, layout: str, backend: str) -> Trial:
             "TORCH_FR_DUMP_TEMP_FILE": str(folder / "dumps" / "rank_"),
             "OMP_NUM_THREADS": "1",
         }
+        if how == "transformers" and backend == "smddp":
+            # Accelerate knows no other names on the CPU.
+            env |= {"DEATHS_BACKEND": "gloo", "SMDDP_INSTEAD_OF": "gloo"}
         started = _processes(how, count, folder, env)
         deadline = time.monotonic() + TIMEOUT
         for process in started:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -701,3 +702,91 @@ def test_what_messages_cannot_carry_is_refused(how: str, what: str) -> None:
         assert f"SMPUsageError: {what}" in text
         assert "cannot go through calls of modules on another rank: 'inner'" in text
         assert "smp.set_partition(module, 0)" in text
+
+
+class Borrower(nn.Module):
+    """Uses the weights of modules that are not registered in it, and calls one of them."""
+
+    def __init__(self, lender: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.lenders = [lender]
+        self.weight_of = {"other": other.weight}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a matrix of the shape of `x`."""
+        x = self.lenders[0](x) @ self.weight_of["other"]
+        return self.scale * x * self.lenders[0].bias  # type: ignore[no-any-return]
+
+
+class Lending(nn.Module):
+    """Each part on a rank of its choice."""
+
+    def __init__(self, places: tuple[int, int, int]) -> None:
+        super().__init__()
+        with smp.partition(places[0]):
+            self.lender = nn.Linear(WIDTH, WIDTH)
+        with smp.partition(places[1]):
+            self.other = nn.Linear(WIDTH, WIDTH)
+        with smp.partition(places[2]):
+            self.borrower = Borrower(self.lender, self.other)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns one number per row."""
+        return self.borrower(x).square().sum(1)  # type: ignore[no-any-return]
+
+
+def borrowed(pp: int, places: tuple[int, int, int], allow_unused: bool) -> Any:
+    smp.init({"partitions": pp, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+    torch.manual_seed(0)
+    module = Lending(places)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Any:
+        used = [p for name, p in model.named_parameters() if not name.endswith("other.bias")]
+        found = torch.autograd.grad(model(x).sum(), used, allow_unused=allow_unused)
+        return torch.stack([torch.tensor(-1.0) if one is None else one.norm() for one in found])
+
+    x = torch.randn(4, WIDTH)
+    return [step(model, x).outputs for _ in range(3)]
+
+
+@pytest.mark.parametrize("allow_unused", [False, True])
+def test_gradients_of_parameters_that_another_module_refers_to(allow_unused: bool) -> None:
+    (expected,) = check_ranks(borrowed, "1", 1, (0, 0, 0), allow_unused)
+    for places in ((1, 1, 1), (0, 1, 1), (1, 0, 1)):
+        for found in check_ranks(borrowed, "2", 2, places, allow_unused):
+            torch.testing.assert_close(found, expected)
+
+
+class Unusual(nn.Module):
+    """Is asked for the names of its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, *, scale: float = 1.0, **others: Any) -> Tensor:
+        """Returns a tensor of the shape of `x`."""
+        return x * self.weight * scale
+
+
+def signatures() -> list[str]:
+    smp.init({"partitions": 2, "auto_partition": False, "default_partition": 0})
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Unusual())
+    model = smp.DistributedModel(module)
+    smp.set_partition(module[1], 1)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Any:
+        return model(x).sum()
+
+    step(model, torch.ones(2, WIDTH))
+    return [str(inspect.signature(one.forward)) for one in module]
+
+
+def test_code_finds_which_arguments_a_module_of_another_rank_takes() -> None:
+    wanted = [str(inspect.signature(one.forward)) for one in (nn.Linear(1, 1), Unusual())]
+    for found in check_ranks(signatures, "2"):
+        assert found == wanted

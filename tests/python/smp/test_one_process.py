@@ -64,6 +64,51 @@ def test_statistics_of_a_norm_that_is_called_several_times(last: int) -> None:
         torch.testing.assert_close(found, expected)
 
 
+class Keeps(nn.Module):
+    """Adds what it has returned before, which it keeps in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the shape of x."""
+        x = torch.tanh(self.linear(x))
+        x = x if self.kept is None else x + 0.5 * self.kept
+        self.kept = x.detach()
+        return x
+
+
+def recurrent(pp: int, last: int) -> Any:
+    """Returns losses of a model that is called three times."""
+    smp.init({"partitions": pp, "microbatches": 4, "active_microbatches": 3, **MANUAL})
+    torch.manual_seed(0)
+    module = nn.Sequential(Late(), Keeps(), nn.Linear(4, 2))
+    model = smp.DistributedModel(module)
+    smp.set_partition(module[0], 1 % pp)
+    smp.set_partition(module[1], last)
+
+    @smp.step
+    def step(model: Any, x: Tensor, y: Tensor) -> Any:
+        loss = (model(x) - model(y)).square().mean() + model(x + y).mean()
+        model.backward(loss)
+        return loss.detach()
+
+    found = []
+    for number in range(5):
+        x, y = torch.randn(2, 16, 4, generator=torch.Generator().manual_seed(number))
+        found += step(model, x, y).outputs
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_what_a_module_keeps_from_one_call_to_the_next(last: int) -> None:
+    (expected,) = check_ranks(recurrent, "1", 1, 0)
+    for found in check_ranks(recurrent, "2", 2, last):
+        torch.testing.assert_close(found, expected)
+
+
 class Makes(nn.Module):
     """Makes a parameter in its first forward, in one of two ways."""
 

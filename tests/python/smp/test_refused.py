@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -483,3 +484,59 @@ def torn_apart(config: dict[str, Any]) -> str:
 def test_parameters_of_one_memory_cannot_be_divided(config: dict[str, Any], text: str) -> None:
     for found in check_ranks(torn_apart, "2", config):
         assert text in found
+
+
+class Switched(nn.Module):
+    """Uses a number, and a module that another one may take the place of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.calls = 1.0, 0
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.scale * self.inner(x)  # type: ignore[no-any-return]
+
+
+class Switches(nn.Module):
+    """Changes what another module does."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.first, self.second, self.change = nn.Linear(2, 2), Switched(), change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.change == "scale":
+            self.second.scale = 2.0
+        elif self.change == "inner":
+            self.second.inner = nn.Linear(2, 2)
+        else:
+            self.second.scale = 1.0
+            self.first.extra = 3
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+def set_elsewhere(change: str) -> list[str]:
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+    module = Switches(change)
+    model = smp.DistributedModel(module)
+    smp.set_partition(module.second, 1)
+    step = smp.step(lambda model, x: model(x))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step(model, torch.ones(4, 2))
+    return [str(one.message) for one in found if "has set" in str(one.message)]
+
+
+@pytest.mark.parametrize("change", ["scale", "inner", "nothing"])
+def test_attributes_that_are_set_on_another_rank_are_said(change: str) -> None:
+    texts, others = check_ranks(set_elsewhere, "2", change)
+    assert others == []
+    if change == "nothing":
+        assert texts == []
+    else:
+        assert len(texts) == 1
+        assert f"code of rank 0 of the pipeline has set '{change}' of module 'second'" in texts[0]
+        assert "rank 1" in texts[0]

@@ -394,7 +394,7 @@ class ModelRuntime:
         modules.predicts_structures = not again
         modules.in_order = in_order
         alone = microbatches == 1 and self.data_parallel.size == 1 and not several
-        modules.begin_step(not alone and name not in self._looked)
+        modules.begin_step(not alone and name not in self._looked, again)
         self._looked.add(name)
         # A Redo restores these values. With one partition there is one only with sharded
         # parameters; there is none in a second attempt.
@@ -420,9 +420,10 @@ class ModelRuntime:
         for number in modules.out_of_order:
             places.update((number, name) for name in modules.by_number[number]._buffers)
         changed = any(self.buffers.changed(modules.full_name(*place)) for place in places)
+        changed |= not modules.keepers.isdisjoint(modules.out_of_order)
         forms, form_changed = self.placement.changed_forms()
         if not modules.in_order and (changed or form_changed):
-            raise OrderMattersError("a buffer changes in the step whose value depends on the order")
+            raise OrderMattersError("what modules keep in the step depends on the order of calls")
         return StepReport(changed, forms, self.updates_masters)
 
     def close(self, failed: bool) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -30,6 +32,7 @@ from smddp.modelparallel.torch.common.structure import (
     may_be_changed,
     replace_tensors,
 )
+from smddp.modelparallel.torch.pipeline.attributes import Attributes, tensors_of
 from smddp.modelparallel.torch.pipeline.calls import CallerSide, refuse_transforms
 from smddp.modelparallel.torch.pipeline.collector import KnownCall, predictable
 from smddp.modelparallel.torch.pipeline.frame import Frame
@@ -172,7 +175,10 @@ class Modules:
         training_flags: one byte per module, 1 for train and 0 for eval, as all ranks have set it at
             the beginning of this step; None before the first one.
         out_of_order: numbers of the modules here that have been called in this step after a later
-            part of the program had called them: another microbatch, or another call graph.
+            part of the program had called them: another microbatch, or another call graph. Only
+            of modules with buffers, and keepers.
+        keepers: numbers of the modules here that put tensors into their attributes, as the first
+            step of a function has shown.
         buffers_read: (number, name) of the buffers here that other ranks have read in this step.
         surroundings: entered around tasks and modules; None for nothing.
         observer: is told which slices run, if there is an order group; None for nobody.
@@ -209,6 +215,7 @@ class Modules:
         self.training_flags: bytes | None = None
         self.buffers_read: set[tuple[int, str]] = set()
         self.out_of_order: set[int] = set()
+        self.keepers: set[int] = set()
         self._looks = False
         self._warned: set[int] = set()  # ids of parameters outside the model
         # By number of a module here that has buffers: which task has called it last.
@@ -246,6 +253,9 @@ class Modules:
         # Structures found in this step. They are used from the next step on, so that all
         # microbatches of a step make the same calls, and pass every module in the same order.
         self._learned: dict[Any, Any] = {}
+        self._attributes: Attributes | None = None
+        # What the keepers had in their attributes before the step.
+        self._kept: dict[int, dict[str, torch.Tensor]] = {}
         # How often the structure of a call's result has changed.
         self._changes: collections.Counter[Any] = collections.Counter()
 
@@ -307,14 +317,27 @@ class Modules:
             if returns is not None and self._changes[key] < _MAX_CHANGES:
                 self._with_structure[key] = KnownCall(key[0], key[1], key[2], returns, key[5])
         self._learned.clear()
+        if self._attributes is not None:
+            self._attributes.warn(self.names, self.owners, self._rank)
+            self.keepers |= self._attributes.keepers()
+            self._attributes = None
 
-    def begin_step(self, looks: bool) -> None:
+    def begin_step(self, looks: bool, again: bool) -> None:
         """Begins to note what happens in a step.
 
         Args:
-            looks: warn of parameters that are not of the model.
+            again: the step is run a second time, with what modules kept before the first.
+            looks: warn of parameters that are not of the model, and of attributes that are set
+                where modules do not live.
         """
         self._looks = looks
+        self._attributes = Attributes(self.by_number) if looks else None
+        if again:
+            for number, before in self._kept.items():
+                own = vars(self.by_number[number])
+                for name in tensors_of(self.by_number[number]).keys() | before.keys():
+                    own[name] = before.get(name)
+        self._kept = {number: tensors_of(self.by_number[number]) for number in self.keepers}
         self.buffers_read.clear()
         self.out_of_order.clear()
         self._called_last.clear()
@@ -356,7 +379,7 @@ class Modules:
         )
 
     def _note_call(self, number: int) -> None:
-        """Notes a call of a module here, which may change its buffers."""
+        """Notes a call of a module here, which may change its buffers, or what it keeps."""
         frame = self._frame()
         if frame is None or runs_again():
             return
@@ -434,14 +457,15 @@ class Modules:
     def reach(self, calls: Iterable[Call]) -> frozenset[str]:
         """Returns the names of the parameters that calls may use.
 
-        These are the parameters of their modules, and of the modules inside these.
+        These are the parameters of their modules, of the modules inside these, and those to which
+        attributes of these modules refer.
         """
         found: set[str | None] = set()
         for call in calls:
             if call.method.startswith(_PARAMETER):
                 found.add(self._name_of_read(call))
             elif not call.method.startswith(_READS):
-                found.update(map(self._name_of, self.by_number[call.module].parameters()))
+                found.update(map(self._name_of, _parameters_used(self.by_number[call.module])))
         return frozenset(name for name in found if name is not None)
 
     def _name_of(self, parameter: torch.Tensor) -> str | None:
@@ -835,7 +859,7 @@ class Modules:
 
     def _original(self, number: int, method: str, args: Any, kwargs: Any) -> Any:
         module = self.by_number[number]
-        if module._buffers and not method.startswith(_READS):
+        if (module._buffers or number in self.keepers) and not method.startswith(_READS):
             self._note_call(number)
         if method.startswith(_READS):
             return self._surrounded(number, functools.partial(self._own_value, number, method))
@@ -1040,6 +1064,41 @@ def _in_step() -> Modules | None:
     return next((modules for modules in found if modules._frame() is not None), None)
 
 
+def _parameters_used(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the parameters that a module's code can find from its attributes."""
+    left: list[Any] = [module]
+    seen = set()
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, nn.Module):
+            left.append(vars(value))
+        elif isinstance(value, dict):
+            left += dict.values(value)
+        elif isinstance(value, list | tuple | set | frozenset | collections.deque):
+            left += value
+        elif isinstance(value, functools.partial):
+            left += value.func, value.args, value.keywords
+        elif isinstance(value, types.MethodType):
+            left.append(value.__self__)
+        elif isinstance(value, weakref.ref):
+            left.append(value())
+        elif isinstance(value, types.FunctionType):
+            left += [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
+
+
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
 class _RemoteForward:
     """The `forward` of a module that lives elsewhere."""
 
@@ -1047,6 +1106,12 @@ class _RemoteForward:
         self._modules = weakref.ref(modules)
         self._number = number
         self._name, self._owner = modules.names[number], modules.owners[number]
+        self._class = type(modules.by_number[number])
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The parameters that code finds which passes only what a forward method takes."""
+        return inspect.signature(functools.partial(self._class.forward, None))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         modules = self._modules()

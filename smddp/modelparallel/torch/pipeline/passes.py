@@ -3,9 +3,9 @@
 `torch.autograd.grad(loss, parameters)` asks autograd for the ways from the loss to the parameters.
 A way through modules on other ranks is not in the autograd graph of this rank: there it ends in the
 node of a call. So a pass that asks for parameters of the model visits the nodes of all calls of
-modules that have them, or that contain a module that does. Their messages name the parameters, and
-each rank that has one of them adds what its part of the pass gives for it. It comes back with the
-gradients of the calls' arguments.
+modules that have them, contain a module that does, or refer to them by an attribute. Their messages
+name the parameters, and each rank that has one of them adds what its part of the pass gives for it.
+It comes back with the gradients of the calls' arguments.
 
 One function of torch, behind both `backward` and `grad`, is replaced for that.
 """
