@@ -233,6 +233,7 @@ void bindMessageCodec(py::module& m) {
 }
 
 void bindSettings(py::module& m) {
+  m.def("setting_names", &smddp::settingNames);
   m.def("settings", [] {
     py::list rows;
     for (const auto& row : smddp::describeSettings()) {

@@ -126,6 +126,12 @@ const Settings& settings() {
   return frozen;
 }
 
+std::vector<std::string> settingNames() {
+#define SMDDP_NAME(type, field, env, ...) env,
+  return {SMDDP_SETTINGS(SMDDP_NAME)};
+#undef SMDDP_NAME
+}
+
 std::vector<SettingRow> describeSettings() {
   const Settings defaults;
   std::vector<SettingRow> rows;

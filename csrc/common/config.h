@@ -174,6 +174,8 @@ struct SettingRow {
 };
 // One row per line of the tables, with the present value and whether it comes from the environment.
 std::vector<SettingRow> describeSettings();
+// Unlike the others it does not read the environment, which may be wrong.
+std::vector<std::string> settingNames();
 
 // The text of a value, as in the environment. Secrets are not printed.
 std::string print(const std::string& value);

@@ -87,10 +87,10 @@ void HookThread::finishCalls() {
 }
 
 bool HookThread::finish() {
-  const Nanoseconds longest = std::max<int64_t>(1, settings().dumpSeconds) * 1'000'000'000;
-  const Deadline deadline = Deadline::after(clock_, longest);
   MutexLock lock(mutex_);
   if (ended_.empty() && failed_.empty() && !isRunning_) return true;
+  const Nanoseconds longest = std::max<int64_t>(1, settings().dumpSeconds) * 1'000'000'000;
+  const Deadline deadline = Deadline::after(clock_, longest);
   ++waiting_;
   changed_.notifyOne();
   while (!isGivenUp_ && !deadline.passed(clock_)) {

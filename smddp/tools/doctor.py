@@ -36,7 +36,6 @@ from smddp.tools._local_ranks import leaving_at_signals, python_command, reserve
 from smddp.tools._meeting import Dial, Meeting, dial_all
 from smddp.tools._spans import plural
 from smddp.torch import _load
-from smddp.torch._misspelt import misspelt
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +94,8 @@ def _versions() -> Finding:
 
 
 def _settings() -> Iterator[Finding]:
+    for sentence in env.misspelt_settings():
+        yield Finding("settings", _FAULT, sentence, "the variable has no effect: correct its name")
     try:
         rows = env.settings()
     except ValueError as error:
@@ -102,8 +103,6 @@ def _settings() -> Iterator[Finding]:
         return
     changed = [f"{row['name']}={row['value']}" for row in rows if row["from_environment"]]
     yield Finding("settings", _OK, ", ".join(changed) or "defaults")
-    for sentence in misspelt(os.environ, [row["name"] for row in rows]):
-        yield Finding("settings", _FAULT, sentence, "the variable has no effect: correct its name")
 
 
 def _instructions() -> Finding:

@@ -20,7 +20,7 @@ from smddp.torch._misspelt import misspelt
 if TYPE_CHECKING:
     from smddp.torch._C import Setting
 
-__all__ = ["BEGIN", "END", "insert", "markdown", "settings"]
+__all__ = ["BEGIN", "END", "insert", "markdown", "misspelt_settings", "settings"]
 
 BEGIN = "<!-- settings: written by `smddp env --markdown docs/settings.md` -->"
 END = "<!-- end of settings -->"
@@ -38,6 +38,11 @@ def settings() -> list[Setting]:
     """
     rows: list[Setting] = _load.load().settings()
     return rows
+
+
+def misspelt_settings() -> list[str]:
+    """Returns a sentence for each variable that is no setting; also if values are wrong."""
+    return misspelt(os.environ, _load.load().setting_names())
 
 
 def markdown(rows: Iterable[Setting]) -> str:
@@ -83,6 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
+        for sentence in misspelt_settings():
+            print(f"smddp env: {sentence}", file=sys.stderr)
         rows = settings()
         if options.markdown not in (None, "-"):
             path = Path(options.markdown)
@@ -94,8 +101,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(_plain(rows))
     elif options.markdown == "-":
         print(markdown(rows), end="")
-    for sentence in misspelt(os.environ, [row["name"] for row in rows]):
-        print(f"smddp env: {sentence}", file=sys.stderr)
     return 0
 
 

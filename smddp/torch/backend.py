@@ -87,7 +87,7 @@ def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
     try:
         complete_environment(rank, size)
         _let_ddp_share_memory()
-        _warn_of_misspelt_settings(module)
+        _check_settings(module)
         _user = (os.getpid(), module)
         check_lists_of_split_group()
         keep_order_of_callbacks(module)
@@ -208,18 +208,22 @@ def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 @functools.cache
-def _warn_of_misspelt_settings(module: Any) -> None:
+def _check_settings(module: Any) -> None:
     """Warns of SMDDP_ variables that are not settings.
 
     Only local rank 0 warns, because all ranks of a node usually have the same environment.
+
+    Raises:
+        ValueError: a value is wrong; the text has all that are.
     """
     names = [name for name in os.environ if name.startswith("SMDDP_")]
     if names and os.environ.get("LOCAL_RANK", "0") == "0":
         # Imported only here: difflib, which suggests a name, takes long to import.
         from smddp.torch._misspelt import misspelt
 
-        for sentence in misspelt(os.environ, [row["name"] for row in module.settings()]):
+        for sentence in misspelt(os.environ, module.setting_names()):
             warnings.warn(f"smddp: {sentence}", stacklevel=2)
+    module.settings()
 
 
 _user: tuple[int, Any] | None = None  # the process that has made groups, and the module with them

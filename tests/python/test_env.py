@@ -83,8 +83,10 @@ def test_the_tool_names_a_value_that_does_not_parse() -> None:
 
 
 def test_all_values_that_do_not_parse_are_named() -> None:
-    done = tool(SMDDP_FABRIC_WINDOW="many", SMDDP_LOG="loud", SMDDP_FABRIC_RMA="perhaps")
+    wrong = {"SMDDP_FABRIC_WINDOW": "many", "SMDDP_LOG": "loud", "SMDDP_FABRIC_RMA": "perhaps"}
+    done = tool(**wrong, SMDDP_LOGG="info")
     assert done.returncode == 1
+    assert "SMDDP_LOGG is not a setting of smddp: did you mean SMDDP_LOG?" in done.stderr
     for given in ("SMDDP_FABRIC_WINDOW=many", "SMDDP_LOG=loud", "SMDDP_FABRIC_RMA=perhaps"):
         assert given in done.stderr
 

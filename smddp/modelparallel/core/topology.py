@@ -75,9 +75,10 @@ class Topology:
     def __post_init__(self) -> None:
         if self.size % (self.pp_size * self.tp_size):
             raise SMPInitializationError(
-                f"{self.size} ranks cannot be divided into pipelines of {self.pp_size} partitions"
+                f"{self.size} rank{'s' * (self.size != 1)} cannot be divided into pipelines of "
+                f"{self.pp_size} partitions"
                 + (f" x {self.tp_size} tensor parallel ranks" if self.tp_size > 1 else "")
-                + ": the number of ranks must be a multiple."
+                + f": start {self.pp_size * self.tp_size} ranks, or a multiple of that."
             )
 
     @property
