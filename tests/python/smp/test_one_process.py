@@ -70,14 +70,21 @@ class Keeps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets the next call be the first."""
         self.kept: Tensor | None = None
+        if hasattr(self, "calls"):
+            del self.calls
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns a tensor of the shape of x."""
         x = torch.tanh(self.linear(x))
         x = x if self.kept is None else x + 0.5 * self.kept
         self.kept = x.detach()
-        return x
+        self.calls = self.calls + 1 if hasattr(self, "calls") else torch.ones(1)
+        return x * self.calls
 
 
 def recurrent(pp: int, last: int) -> Any:
@@ -97,6 +104,8 @@ def recurrent(pp: int, last: int) -> Any:
 
     found = []
     for number in range(5):
+        if number in (1, 3):
+            module[1].forget()
         x, y = torch.randn(2, 16, 4, generator=torch.Generator().manual_seed(number))
         found += step(model, x, y).outputs
     return torch.stack(found)

@@ -7,7 +7,7 @@ attributes from one call to the next, such as the state of a recurrent layer.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,13 @@ class Attributes:
         """Notes them."""
         self._modules = modules
         self._before = [_settings(module) for module in modules]
-        self._tensors = [tensors_of(module) for module in modules]
+        self._tensors = [tensors_of(vars(module)) for module in modules]
 
     def keepers(self) -> set[int]:
         """Returns the numbers of the modules that have put tensors into their attributes."""
         found = set()
         for number, (module, before) in enumerate(zip(self._modules, self._tensors, strict=True)):
-            now = tensors_of(module)
+            now = tensors_of(vars(module))
             if now.keys() != before.keys() or any(now[name] is not before[name] for name in now):
                 found.add(number)
         return found
@@ -69,9 +69,9 @@ class Attributes:
             return
 
 
-def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the tensors in attributes of a module, without parameters and buffers, by name."""
-    return {name: one for name, one in vars(module).items() if isinstance(one, torch.Tensor)}
+def tensors_of(attributes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns the tensors among the attributes of a module; not its parameters and buffers."""
+    return {name: one for name, one in attributes.items() if isinstance(one, torch.Tensor)}
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:

@@ -255,7 +255,7 @@ class Modules:
         self._learned: dict[Any, Any] = {}
         self._attributes: Attributes | None = None
         # What the keepers had in their attributes before the step.
-        self._kept: dict[int, dict[str, torch.Tensor]] = {}
+        self._kept: dict[int, dict[str, Any]] = {}
         # How often the structure of a call's result has changed.
         self._changes: collections.Counter[Any] = collections.Counter()
 
@@ -335,9 +335,12 @@ class Modules:
         if again:
             for number, before in self._kept.items():
                 own = vars(self.by_number[number])
-                for name in tensors_of(self.by_number[number]).keys() | before.keys():
-                    own[name] = before.get(name)
-        self._kept = {number: tensors_of(self.by_number[number]) for number in self.keepers}
+                for name in tensors_of(own).keys() | tensors_of(before).keys():
+                    if name in before:
+                        own[name] = before[name]
+                    else:
+                        del own[name]
+        self._kept = {number: dict(vars(self.by_number[number])) for number in self.keepers}
         self.buffers_read.clear()
         self.out_of_order.clear()
         self._called_last.clear()
