@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import contextvars
 import heapq
 import itertools
 import threading
@@ -123,6 +124,7 @@ class Baton:
     Attributes:
         order: decides, with other ranks, which task is next; None if this rank decides alone.
         watch: makes a context that is entered around each task; None for nothing.
+        context: the values of ContextVars that tasks find.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class Baton:
         self.order = order
         self._prepare, self._clean_up = prepare, clean_up
         self.watch: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
+        self.context = contextvars.copy_context()
         self._failed = failed
         self._inbox = inbox
         self._save_state = save_state
@@ -436,11 +439,13 @@ class Baton:
             task.worker = worker
             self._current.task = task
             try:
+                # Each task changes a copy of its own.
+                context = self.context.copy()
                 if self.watch is None:
-                    task.function()
+                    context.run(task.function)
                 else:
                     with self.watch():
-                        task.function()
+                        context.run(task.function)
                 if self.order is not None and task.number is not None and not self._aborted:
                     self.order.slice_ends(False)
             except BaseException as error:

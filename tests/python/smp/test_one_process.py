@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import random
 import time
 import warnings
@@ -115,6 +116,70 @@ def recurrent(pp: int, last: int) -> Any:
 def test_what_a_module_keeps_from_one_call_to_the_next(last: int) -> None:
     (expected,) = check_ranks(recurrent, "1", 1, 0)
     for found in check_ranks(recurrent, "2", 2, last):
+        torch.testing.assert_close(found, expected)
+
+
+class Collects(nn.Module):
+    """Fills a list by hooks, and reads it when its layers have been called."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Late(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        self.seen: list[Tensor] = []
+        self.how = how
+        for layer in self.layers[1:]:
+            layer.register_forward_hook(self.hook())
+
+    def hook(self) -> Any:
+        """Returns a hook that knows the list in one of several ways."""
+        seen = self.seen if self.how != "context" else _SEEN
+
+        def keep(module: nn.Module, args: Any, result: Tensor) -> None:
+            (seen.get() if isinstance(seen, contextvars.ContextVar) else seen).append(result)
+
+        return keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns one number per row."""
+        seen = _SEEN.get() if self.how == "context" else self.seen
+        if self.how != "last":
+            seen.clear()
+        x = self.layers(x)
+        return x.sum(1) + torch.stack(seen[-3:]).square().sum((0, 2))
+
+
+_SEEN: contextvars.ContextVar[list[Tensor]] = contextvars.ContextVar("seen")
+
+
+def collected(pp: int, places: tuple[int, int, int], how: str) -> Any:
+    """Returns losses and gradients' norms of a model whose hooks fill a list."""
+    smp.init({"partitions": pp, "microbatches": 4, "active_microbatches": 3, **MANUAL})
+    _SEEN.set([])
+    torch.manual_seed(0)
+    module = Collects(how)
+    model = smp.DistributedModel(module)
+    smp.set_partition(module.layers[0], 1 % pp)
+    for layer, place in zip(module.layers[1:], places, strict=True):
+        smp.set_partition(layer, place)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Any:
+        loss = torch.tanh(model(x)).mean()
+        model.backward(loss)
+        return loss.detach()
+
+    found = []
+    for number in range(4):
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(number))
+        found += step(model, x).outputs
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("how", ["clear", "last", "context"])
+@pytest.mark.parametrize("places", [(1, 0, 1), (0, 1, 1)])
+def test_a_list_that_hooks_of_all_microbatches_fill(how: str, places: tuple[int, int, int]) -> None:
+    (expected,) = check_ranks(collected, "1", 1, (0, 0, 0), how)
+    for found in check_ranks(collected, "2", 2, places, how):
         torch.testing.assert_close(found, expected)
 
 

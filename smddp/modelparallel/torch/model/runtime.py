@@ -421,6 +421,7 @@ class ModelRuntime:
             places.update((number, name) for name in modules.by_number[number]._buffers)
         changed = any(self.buffers.changed(modules.full_name(*place)) for place in places)
         changed |= not modules.keepers.isdisjoint(modules.out_of_order)
+        changed |= modules.shared is not None and modules.shared.changes
         forms, form_changed = self.placement.changed_forms()
         if not modules.in_order and (changed or form_changed):
             raise OrderMattersError("what modules keep in the step depends on the order of calls")
@@ -596,6 +597,8 @@ class ModelRuntime:
     def end_microbatch(self, microbatch: int) -> None:
         """Notes that a microbatch gives no more gradients here."""
         self._sum.end_microbatch(microbatch)
+        if self.executor.modules.shared is not None:
+            self.executor.modules.shared.begin_microbatch()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Takes the gradient that autograd has left in `Parameter.grad`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import functools
 import logging
@@ -121,7 +120,7 @@ class Driver:
         # One number per step comes from the script's random generator. The others are made from it.
         self._seed = self._agree(draw_seed(), self._batch)
         self.random_state = RandomState()
-        self._ambient, self._context = ambient(), contextvars.copy_context()
+        self._ambient = ambient()
         self._start_more()
         self._executor.wait_for_finish()
         self._executor.modules.check_training()
@@ -139,7 +138,7 @@ class Driver:
         seed_all(mix(self._seed, number))
         with self._executor.modules.around_task(), self._ambient.entered():
             try:
-                result = self._context.copy().run(self._body.function, *args, **kwargs)
+                result = self._body.function(*args, **kwargs)
             except Exception as error:
                 self._annotate(error)
                 raise

@@ -8,6 +8,7 @@ the owner's side.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -223,6 +224,7 @@ class Executor:
         """
         self._name = name
         self._model, self._driver = model, driver
+        self.baton.context = contextvars.copy_context()
         self._placed.clear()
         self.ending.begin(model)
         self.server.under_way_limit = schedule.under_way_limit

@@ -60,6 +60,7 @@ from smddp.modelparallel.torch.pipeline.remote_tensor import (
     values_of,
 )
 from smddp.modelparallel.torch.pipeline.services import RankServices
+from smddp.modelparallel.torch.pipeline.shared_state import SharedState
 from smddp.modelparallel.torch.pipeline.waits import Waits
 
 __all__ = ["Findings", "Modules", "Surroundings", "difference", "forget_owner", "note_replaced"]
@@ -254,6 +255,7 @@ class Modules:
         # microbatches of a step make the same calls, and pass every module in the same order.
         self._learned: dict[Any, Any] = {}
         self._attributes: Attributes | None = None
+        self.shared: SharedState | None = None  # in the first step of a function
         # What the keepers had in their attributes before the step.
         self._kept: dict[int, dict[str, Any]] = {}
         # How often the structure of a call's result has changed.
@@ -321,6 +323,7 @@ class Modules:
             self._attributes.warn(self.names, self.owners, self._rank)
             self.keepers |= self._attributes.keepers()
             self._attributes = None
+        self.shared = None
 
     def begin_step(self, looks: bool, again: bool) -> None:
         """Begins to note what happens in a step.
@@ -332,6 +335,7 @@ class Modules:
         """
         self._looks = looks
         self._attributes = Attributes(self.by_number) if looks else None
+        self.shared = SharedState(self.by_number) if looks else None
         if again:
             for number, before in self._kept.items():
                 own = vars(self.by_number[number])
@@ -530,6 +534,8 @@ class Modules:
                 return self._original(number, method, args, kwargs)
             with seeded(draw_seed()):
                 return self._original(number, method, args, kwargs)
+        if self.shared is not None:
+            self.shared.look()
         return self._remote(frame, owner, number, method, args, kwargs)
 
     def call_recomputed(self, number: int, args: Any, kwargs: Any, preserve: bool) -> Any:
