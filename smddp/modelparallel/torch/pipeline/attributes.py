@@ -1,11 +1,14 @@
 """What code of a step sets as attributes of modules.
 
 Modules of other ranks do not see what is set here. Modules of this rank may keep tensors in their
-attributes from one call to the next, such as the state of a recurrent layer.
+attributes from one call to the next, such as the state of a recurrent layer. And they may set some
+for their caller, such as the loss of a mixture of experts: these go home with the result.
 """
 
 from __future__ import annotations
 
+import collections
+import enum
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,9 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Attributes", "tensors_of"]
+from smddp.modelparallel.torch.activations.object_values import Change, ObjectValues
+from smddp.modelparallel.torch.pipeline.lazy import Lazy
+
+__all__ = ["Attributes", "CallAttributes", "tensors_of"]
 
 _PLAIN = (bool, int, float, str, type(None))
+# What messages can carry as an attribute: these values, tensors, and containers of such.
+_VALUES = (*_PLAIN, complex, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
+_CONTAINERS = (
+    *(list, tuple, dict, set, frozenset),
+    *(collections.deque, collections.OrderedDict),
+)
+# Attributes that every module has, and those that smp gives a module.
+_OWN = {*vars(nn.Module()), "forward", "_orig_forward"}
+_ABSENT = object()
 
 
 class Attributes:
@@ -39,6 +54,16 @@ class Attributes:
             if now.keys() != before.keys() or any(now[name] is not before[name] for name in now):
                 found.add(number)
         return found
+
+    def taken(self, number: int, change: Change) -> None:
+        """Notes that a module's call on another rank has set attributes, which were set here."""
+        for name, value in change.attributes.items():
+            if type(value) in _PLAIN and name in _settings(self._modules[number]):
+                self._before[number][name] = value
+            else:
+                self._before[number].pop(name, None)
+        for name in change.removed:
+            self._before[number].pop(name, None)
 
     def warn(self, names: Sequence[str], owners: Sequence[int | None], rank: int) -> None:
         """Warns of the first one that has another value now, and is of a module elsewhere.
@@ -69,6 +94,48 @@ class Attributes:
             return
 
 
+class CallAttributes:
+    """What a module has in its attributes before a call, to find out later what the call has set.
+
+    Attributes:
+        lost: names of the attributes in which `change` has found what no message can carry, with
+            the type of that.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        """Notes it.
+
+        Args:
+            name: of the module.
+            module: may be part of the module that is called.
+        """
+        self._module = module
+        self._before = _attributes(module)
+        # What they hold, if that can change.
+        self._held = {
+            one: ObjectValues(f"module {name!r}", [value])
+            for one, value in self._before.items()
+            if isinstance(value, (torch.Tensor, *_CONTAINERS))
+        }
+        self.lost: dict[str, type] = {}
+
+    def change(self) -> Change | None:
+        """Returns what is set now and was not before; None if nothing is."""
+        now = _attributes(self._module)
+        found = {}
+        for name, value in now.items():
+            if _is_same(self._before.get(name, _ABSENT), value):
+                if name not in self._held or not self._held[name].changed():
+                    continue
+            stays = _not_carried(value)
+            if stays is None:
+                found[name] = value
+            else:
+                self.lost[name] = stays
+        removed = [name for name in self._before if name not in now]
+        return Change(None, found, removed) if found or removed else None
+
+
 def tensors_of(attributes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Returns the tensors among the attributes of a module; not its parameters and buffers."""
     return {name: one for name, one in attributes.items() if isinstance(one, torch.Tensor)}
@@ -82,3 +149,34 @@ def _settings(module: nn.Module) -> dict[str, Any]:
         if type(value) in _PLAIN and name != "training" and not name.startswith("_")
     }
     return found | {name: id(inside) for name, inside in own["_modules"].items()}
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Returns what code has set as attributes of a module."""
+    return {name: value for name, value in vars(module).items() if name not in _OWN}
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    if before is now:
+        return True
+    kind = type(now)
+    return kind is type(before) and issubclass(kind, _VALUES) and bool(before == now)
+
+
+def _not_carried(value: Any) -> type | None:
+    """Returns the type of what no message can carry in the value of an attribute; None if all is.
+
+    Not objects of classes of the script: they may have ways to more than they show.
+    """
+    left, seen = [value], set()
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        kind = type(one)
+        if kind in _CONTAINERS:
+            left += [*one.keys(), *one.values()] if isinstance(one, dict) else one
+        elif kind not in (torch.Tensor, Lazy) and not isinstance(one, _VALUES):
+            return kind
+    return None
