@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import enum
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 from smddp.modelparallel.torch.activations.object_values import Change, ObjectValues
 from smddp.modelparallel.torch.pipeline.lazy import Lazy
 
-__all__ = ["Attributes", "CallAttributes", "tensors_of"]
+__all__ = ["Attributes", "CallAttributes"]
 
 _PLAIN = (bool, int, float, str, type(None))
 # What messages can carry as an attribute: these values, tensors, and containers of such.
@@ -44,13 +44,13 @@ class Attributes:
         """Notes them."""
         self._modules = modules
         self._before = [_settings(module) for module in modules]
-        self._tensors = [tensors_of(vars(module)) for module in modules]
+        self._tensors = [_tensors_of(vars(module)) for module in modules]
 
     def keepers(self) -> set[int]:
         """Returns the numbers of the modules that have put tensors into their attributes."""
         found = set()
         for number, (module, before) in enumerate(zip(self._modules, self._tensors, strict=True)):
-            now = tensors_of(vars(module))
+            now = _tensors_of(vars(module))
             if now.keys() != before.keys() or any(now[name] is not before[name] for name in now):
                 found.add(number)
         return found
@@ -100,15 +100,27 @@ class CallAttributes:
     Attributes:
         lost: names of the attributes in which `change` has found what no message can carry, with
             the type of that.
+        changed: names of the attributes in which `change` has found something else.
+        in_place: names of the tensors that `change` has found changed in place.
     """
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        copied: Collection[str] = (),
+        often: Collection[str] = (),
+    ) -> None:
         """Notes it.
 
         Args:
             name: of the module.
             module: may be part of the module that is called.
+            copied: attributes whose values `restore` puts back, because calls change them in place.
+            often: attributes that `change` returns in any case, because calls set them often:
+                calls of several microbatches may overlap, and each has its own values.
         """
+        self._often = often
         self._module = module
         self._before = _attributes(module)
         # What they hold, if that can change.
@@ -117,7 +129,25 @@ class CallAttributes:
             for one, value in self._before.items()
             if isinstance(value, (torch.Tensor, *_CONTAINERS))
         }
+        self._copies = {
+            one: value.detach().clone()
+            for one, value in self._before.items()
+            if one in copied and type(value) is torch.Tensor
+        }
         self.lost: dict[str, type] = {}
+        self.in_place: set[str] = set()
+        self.changed: set[str] = set()
+
+    def restore(self) -> None:
+        """Gives the module what it had."""
+        own = vars(self._module)
+        for name in _attributes(self._module).keys() - self._before.keys():
+            del own[name]
+        own.update(self._before)
+        for held in self._held.values():
+            held.restore()
+        for name, values in self._copies.items():
+            own[name].detach().copy_(values)
 
     def change(self) -> Change | None:
         """Returns what is set now and was not before; None if nothing is."""
@@ -125,18 +155,26 @@ class CallAttributes:
         found = {}
         for name, value in now.items():
             if _is_same(self._before.get(name, _ABSENT), value):
-                if name not in self._held or not self._held[name].changed():
+                inside = name in self._held and self._held[name].changed()
+                if not (inside or name in self._often):
                     continue
+                if inside and isinstance(value, torch.Tensor):
+                    self.in_place.add(name)
+                if inside:
+                    self.changed.add(name)
+            else:
+                self.changed.add(name)
             stays = _not_carried(value)
             if stays is None:
                 found[name] = value
             else:
                 self.lost[name] = stays
-        removed = [name for name in self._before if name not in now]
+        self.changed |= self._before.keys() - now.keys()
+        removed = [name for name in (self._before.keys() | {*self._often}) if name not in now]
         return Change(None, found, removed) if found or removed else None
 
 
-def tensors_of(attributes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _tensors_of(attributes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Returns the tensors among the attributes of a module; not its parameters and buffers."""
     return {name: one for name, one in attributes.items() if isinstance(one, torch.Tensor)}
 

@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.order import SliceObserver
-from smddp.modelparallel.torch.activations.offload import Offloader
 from smddp.modelparallel.torch.activations.object_values import Change, make_change
+from smddp.modelparallel.torch.activations.offload import Offloader
 from smddp.modelparallel.torch.activations.region import Keeper, Region, layer_arguments, runs_again
 from smddp.modelparallel.torch.common.structure import (
     Structure,
@@ -33,7 +33,7 @@ from smddp.modelparallel.torch.common.structure import (
     may_be_changed,
     replace_tensors,
 )
-from smddp.modelparallel.torch.pipeline.attributes import Attributes, CallAttributes, tensors_of
+from smddp.modelparallel.torch.pipeline.attributes import Attributes, CallAttributes
 from smddp.modelparallel.torch.pipeline.calls import CallerSide, refuse_transforms
 from smddp.modelparallel.torch.pipeline.collector import KnownCall, predictable
 from smddp.modelparallel.torch.pipeline.frame import Frame
@@ -226,6 +226,11 @@ class Modules:
         self.keepers: set[int] = set()
         self.setters: set[int] = set()
         self._inside: dict[int, list[int]] = {}
+        # By number of the module: how often each attribute was set by a call, and those that are
+        # sent in any case. In the first step of a function, all that any call has set.
+        self._times_set: dict[int, collections.Counter[str]] = {}
+        self._often: dict[int, set[str]] = {}
+        self._in_place: dict[int, set[str]] = {}
         self._lost: set[tuple[int, str]] = set()
         self._looks = False
         self._warned: set[int] = set()  # ids of parameters outside the model
@@ -265,8 +270,8 @@ class Modules:
         # microbatches of a step make the same calls, and pass every module in the same order.
         self._learned: dict[Any, Any] = {}
         self._attributes: Attributes | None = None
-        # What the keepers had in their attributes before the step.
-        self._kept: dict[int, dict[str, Any]] = {}
+        # What the keepers and setters had in their attributes before the step.
+        self._kept: dict[int, CallAttributes] = {}
         # How often the structure of a call's result has changed.
         self._changes: collections.Counter[Any] = collections.Counter()
 
@@ -331,6 +336,9 @@ class Modules:
         if self._attributes is not None:
             self._attributes.warn(self.names, self.owners, self._rank)
             self.keepers |= self._attributes.keepers()
+            # What was set once only, such as a table, is not sent each time.
+            for number, times in self._times_set.items():
+                self._often[number] = {name for name in times if times[name] > 1}
             self._attributes = None
 
     def begin_step(self, looks: bool, again: bool) -> None:
@@ -345,14 +353,12 @@ class Modules:
         self._looks = looks = looks or (again and self._looks)
         self._attributes = Attributes(self.by_number) if looks else None
         if again:
-            for number, before in self._kept.items():
-                own = vars(self.by_number[number])
-                for name in tensors_of(own).keys() | tensors_of(before).keys():
-                    if name in before:
-                        own[name] = before[name]
-                    else:
-                        del own[name]
-        self._kept = {number: dict(vars(self.by_number[number])) for number in self.keepers}
+            for before in self._kept.values():
+                before.restore()
+        self._kept = {
+            one: CallAttributes(self.names[one], self.by_number[one], self._in_place.get(one, ()))
+            for one in self.keepers | self.setters
+        }
         self.buffers_read.clear()
         self.out_of_order.clear()
         self._called_last.clear()
@@ -376,7 +382,9 @@ class Modules:
             inside = [self._numbers[id(part)] for part in parts if id(part) in self._numbers]
             self._inside[number] = inside
         return {
-            one: CallAttributes(self.names[one], self.by_number[one])
+            one: CallAttributes(
+                self.names[one], self.by_number[one], often=self._often.setdefault(one, set())
+            )
             for one in inside
             if (looks or one in self.setters) and self.owners[one] != caller
         }
@@ -394,6 +402,13 @@ class Modules:
         if reply.objects is not None:
             self.setters.update(reply.objects[2])
         for number, one in attributes.items():
+            if one.changed:
+                times = self._times_set.setdefault(number, collections.Counter())
+                times.update(one.changed)
+                names = [n for n in one.changed if times[n] > 1 or self._attributes is not None]
+                self._often.setdefault(number, set()).update(names)
+            if one.in_place:
+                self._in_place.setdefault(number, set()).update(one.in_place)
             for name, kind in one.lost.items():
                 self.setters.add(number)
                 if (number, name) in self._lost:
@@ -422,6 +437,7 @@ class Modules:
     def _take_attributes(self, frame: Frame, changes: Mapping[int, Change]) -> None:
         """Does `set_attributes`, for code of a frame also after it has waited."""
         self.set_attributes(changes)
+        self.setters.update(changes)
         for number, change in changes.items():
             before = frame.set_by_calls.get(number, Change(None, {}, []))
             removed = {*before.removed, *change.removed} - change.attributes.keys()
@@ -429,6 +445,9 @@ class Modules:
             for name in change.removed:
                 merged.pop(name, None)
             frame.set_by_calls[number] = Change(None, merged, sorted(removed))
+            # If this happens in a call of yet another rank, that gets the same.
+            names = {*change.attributes, *change.removed}
+            self._often.setdefault(number, set()).update(names)
 
     def note_roots(self, roots: Sequence[Any]) -> None:
         """Warns of parameters outside the model that a backward pass gives gradients.
