@@ -183,6 +183,148 @@ def test_a_list_that_hooks_of_all_microbatches_fill(how: str, places: tuple[int,
         torch.testing.assert_close(found, expected)
 
 
+class Says(nn.Module):
+    """Says something about its input by attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.aux: Any = 0.0
+        self.calls = 0
+        self.total: Any = torch.zeros(4)
+        self.texts: dict[str, Any] = {"n": 0}
+        self.all: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the shape of x."""
+        y = torch.tanh(self.linear(x))
+        self.aux = y.square().mean()
+        self.calls += 1
+        with torch.no_grad():
+            self.total += y.sum(0)
+        self.texts["n"] = self.calls
+        self.all = [*self.all[-1:], {"mean": y.mean()}]
+        self._input = x
+        if self.calls % 2:
+            self.odd = True
+        else:
+            del self.odd
+        return y
+
+
+class Holds(nn.Module):
+    """Has a part that says something, on one more rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.says = Says()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the shape of x."""
+        return self.linear(self.says(x))  # type: ignore[no-any-return]
+
+
+class Reads(nn.Module):
+    """Reads what its parts have set, after a call of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Says(), Holds(), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the shape of x."""
+        first, holds, last = self.layers
+        x = first(x)
+        x = last(holds(x))
+        x.sum().item()  # needs the value: other microbatches run meanwhile
+        for one in (first, holds.says):
+            x = x + one.aux + one.total + one.texts["n"] + one.calls + one._input.mean()
+            x = x + one.all[-1]["mean"] * (2 if hasattr(one, "odd") else 1)
+        return x
+
+
+def read(pp: int, places: tuple[int, int, int, int]) -> Any:
+    """Returns losses and gradients, what a body finds in attributes, and the warnings."""
+    smp.init({"partitions": pp, "microbatches": 4, "active_microbatches": 3, **MANUAL})
+    torch.manual_seed(0)
+    module = Reads()
+    first, holds, last = module.layers
+    model = smp.DistributedModel(module)
+    for part, place in zip((first, holds, holds.says, last), places, strict=True):
+        smp.set_partition(part, place)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Any:
+        y = model(x)
+        loss = y.square().mean() + first.aux + holds.says.aux
+        model.backward(loss)
+        return loss.detach(), torch.tensor([first.calls, holds.says.calls])
+
+    found: list[Any] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(3):
+            x = torch.randn(16, 4, generator=torch.Generator().manual_seed(number))
+            losses, calls = step(model, x)
+            found += [*losses.outputs, *calls.outputs]
+    texts = [str(one.message) for one in caught if "attribute" in str(one.message)]
+    gradients = {name: one.grad for name, one in model.local_named_parameters()}
+    return found, gradients, texts
+
+
+@pytest.mark.parametrize("places", [(1, 1, 1, 0), (1, 0, 1, 1), (1, 2, 1, 0), (1, 1, 2, 0)])
+def test_code_reads_what_modules_of_other_ranks_have_set(
+    places: tuple[int, int, int, int],
+) -> None:
+    ((expected, of_all, _),) = check_ranks(read, "1", 1, (0, 0, 0, 0))
+    partitions = max(places) + 1
+    found, *_ = replies = check_ranks(read, str(partitions), partitions, places)
+    torch.testing.assert_close(found[0], expected)
+    for _, gradients, texts in replies:
+        assert not texts
+        for name, one in gradients.items():
+            torch.testing.assert_close(one, of_all[name])
+
+
+class Other:
+    """What no message carries as an attribute."""
+
+
+class SaysOther(nn.Linear):
+    """Sets an object as its attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the shape of x."""
+        self.other = [Other()]
+        return super().forward(x)
+
+
+def says_other() -> list[str]:
+    smp.init({"partitions": 2, "microbatches": 2, **MANUAL})
+    module = nn.Sequential(nn.Linear(4, 4), SaysOther(4, 4))
+    model = smp.DistributedModel(module)
+    smp.set_partition(module[1], 1)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Any:
+        model.backward(model(x).sum())
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step(model, torch.ones(4, 4))
+    return [str(one.message) for one in caught if "attribute" in str(one.message)]
+
+
+def test_an_attribute_that_its_caller_does_not_get_is_said_once() -> None:
+    first, second = check_ranks(says_other, "2")
+    assert not first
+    (text,) = second
+    assert "module '1', on rank 1 of the pipeline, has set its attribute 'other'" in text
+    assert "holds a Other. Rank 0, which has called it" in text
+
+
 class Makes(nn.Module):
     """Makes a parameter in its first forward, in one of two ways."""
 

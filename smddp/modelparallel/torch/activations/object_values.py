@@ -214,6 +214,10 @@ class ObjectValues:
         found = ((number, part.change()) for number, part in enumerate(self._parts))
         return {number: change for number, change in found if change is not None}
 
+    def changed(self) -> bool:
+        """Says whether an object holds something else now, or a tensor has changed in place."""
+        return bool(self.changes()) or any(version_of(one) != old for one, old in self._versions)
+
     def _note(self, objects: Iterable[Any]) -> None:
         seen: set[int] = set()
         open_ones = [value for value in objects if not isinstance(value, _OPAQUE)]

@@ -461,6 +461,8 @@ class Executor:
             return
         self.timeline.leave()
         self.baton.wait(ticket, Priority(forward, frame.microbatch, frame.order), yields)
+        if frame.set_by_calls:
+            self.modules.set_attributes(frame.set_by_calls)
         self.enter(frame, forward)
 
     def enter(self, frame: Frame, forward: bool) -> None:

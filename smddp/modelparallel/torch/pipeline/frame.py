@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from smddp.modelparallel.torch.activations.object_values import Change
 from smddp.modelparallel.torch.pipeline.collector import Collector
 from smddp.modelparallel.torch.pipeline.hooks import Recorder
 
@@ -29,6 +30,8 @@ class Frame:
         replays: does a hook run here now for a module that has run on another rank?
         moment: an object that is replaced by a new one with each call of a module on another rank.
             Code that has kept it can tell whether there was such a call since.
+        set_by_calls: what its calls on other ranks have set as attributes of modules, by the
+            module's number. Another microbatch may set others while this one waits.
     """
 
     __slots__ = (
@@ -44,6 +47,7 @@ class Frame:
         "recorder",
         "replays",
         "sent",
+        "set_by_calls",
     )
 
     def __init__(
@@ -68,3 +72,4 @@ class Frame:
         self.recorder: Recorder | None = None
         self.replays = False
         self.moment = object()
+        self.set_by_calls: dict[int, Change] = {}

@@ -14,7 +14,7 @@ import inspect
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.order import SliceObserver
+from smddp.modelparallel.torch.activations.object_values import Change, make_change
 from smddp.modelparallel.torch.activations.offload import Offloader
 from smddp.modelparallel.torch.activations.region import Keeper, Region, layer_arguments, runs_again
 from smddp.modelparallel.torch.common.structure import (
@@ -32,7 +33,7 @@ from smddp.modelparallel.torch.common.structure import (
     may_be_changed,
     replace_tensors,
 )
-from smddp.modelparallel.torch.pipeline.attributes import Attributes, tensors_of
+from smddp.modelparallel.torch.pipeline.attributes import Attributes, CallAttributes
 from smddp.modelparallel.torch.pipeline.calls import CallerSide, refuse_transforms
 from smddp.modelparallel.torch.pipeline.collector import KnownCall, predictable
 from smddp.modelparallel.torch.pipeline.frame import Frame
@@ -48,7 +49,12 @@ from smddp.modelparallel.torch.pipeline.objects import (
 )
 from smddp.modelparallel.torch.pipeline.outlook import Outlook, key_of
 from smddp.modelparallel.torch.pipeline.passes import patch_engine
-from smddp.modelparallel.torch.pipeline.protocol import Call, Watched, raise_if_unpicklable
+from smddp.modelparallel.torch.pipeline.protocol import (
+    DIFFERENTIATE,
+    Call,
+    Watched,
+    raise_if_unpicklable,
+)
 from smddp.modelparallel.torch.pipeline.randomness import draw_seed, may_draw, seed_all, seeded
 from smddp.modelparallel.torch.pipeline.remote_tensor import (
     Home,
@@ -180,6 +186,8 @@ class Modules:
             of modules with buffers, and keepers.
         keepers: numbers of the modules here that put tensors into their attributes, as the first
             step of a function has shown.
+        setters: numbers of the modules whose attributes calls of other ranks have set here, as the
+            first step of a function has shown; not only those that live here.
         buffers_read: (number, name) of the buffers here that other ranks have read in this step.
         surroundings: entered around tasks and modules; None for nothing.
         observer: is told which slices run, if there is an order group; None for nobody.
@@ -217,6 +225,14 @@ class Modules:
         self.buffers_read: set[tuple[int, str]] = set()
         self.out_of_order: set[int] = set()
         self.keepers: set[int] = set()
+        self.setters: set[int] = set()
+        self._inside: dict[int, list[int]] = {}
+        # By number of the module: how often each attribute was set by a call, and those that are
+        # sent in any case. In the first step of a function, all that any call has set.
+        self._times_set: dict[int, collections.Counter[str]] = {}
+        self._often: dict[int, set[str]] = {}
+        self._in_place: dict[int, set[str]] = {}
+        self._lost: set[tuple[int, str]] = set()
         self._looks = False
         self._warned: set[int] = set()  # ids of parameters outside the model
         # By number of a module here that has buffers: which task has called it last.
@@ -256,8 +272,8 @@ class Modules:
         self._learned: dict[Any, Any] = {}
         self._attributes: Attributes | None = None
         self.shared: SharedState | None = None  # in the first step of a function
-        # What the keepers had in their attributes before the step.
-        self._kept: dict[int, dict[str, Any]] = {}
+        # What the keepers and setters had in their attributes before the step.
+        self._kept: dict[int, CallAttributes] = {}
         # How often the structure of a call's result has changed.
         self._changes: collections.Counter[Any] = collections.Counter()
 
@@ -322,6 +338,9 @@ class Modules:
         if self._attributes is not None:
             self._attributes.warn(self.names, self.owners, self._rank)
             self.keepers |= self._attributes.keepers()
+            # What was set once only, such as a table, is not sent each time.
+            for number, times in self._times_set.items():
+                self._often[number] = {name for name in times if times[name] > 1}
             self._attributes = None
         self.shared = None
 
@@ -333,21 +352,106 @@ class Modules:
             looks: warn of parameters that are not of the model, and of attributes that are set
                 where modules do not live.
         """
-        self._looks = looks
+        # The second attempt of a first step is still the first that ends.
+        self._looks = looks = looks or (again and self._looks)
         self._attributes = Attributes(self.by_number) if looks else None
         self.shared = SharedState(self.by_number) if looks else None
         if again:
-            for number, before in self._kept.items():
-                own = vars(self.by_number[number])
-                for name in tensors_of(own).keys() | tensors_of(before).keys():
-                    if name in before:
-                        own[name] = before[name]
-                    else:
-                        del own[name]
-        self._kept = {number: dict(vars(self.by_number[number])) for number in self.keepers}
+            for before in self._kept.values():
+                before.restore()
+        self._kept = {
+            one: CallAttributes(self.names[one], self.by_number[one], self._in_place.get(one, ()))
+            for one in self.keepers | self.setters
+        }
         self.buffers_read.clear()
         self.out_of_order.clear()
         self._called_last.clear()
+
+    def attributes_before(
+        self, number: int, method: str, caller: int
+    ) -> Mapping[int, CallAttributes]:
+        """Notes the attributes of modules that a call of another rank may set.
+
+        Args:
+            number: of the module that is called. The attributes may be of modules inside it.
+            method: see `Call.method`.
+            caller: the rank; it knows what modules have set that live there.
+        """
+        looks = self._attributes is not None
+        if not (looks or self.setters) or method.startswith(_READS) or method == DIFFERENTIATE:
+            return {}
+        inside = self._inside.get(number)
+        if inside is None:
+            parts = self.by_number[number].modules()
+            inside = [self._numbers[id(part)] for part in parts if id(part) in self._numbers]
+            self._inside[number] = inside
+        return {
+            one: CallAttributes(
+                self.names[one], self.by_number[one], often=self._often.setdefault(one, set())
+            )
+            for one in inside
+            if (looks or one in self.setters) and self.owners[one] != caller
+        }
+
+    def note_attributes(
+        self, attributes: Mapping[int, CallAttributes], reply: Reply, caller: int
+    ) -> None:
+        """Notes which modules a call has given attributes; warns of what the caller does not get.
+
+        Args:
+            attributes: before the call.
+            reply: to the call; it has what the caller gets.
+            caller: the rank.
+        """
+        if reply.objects is not None:
+            self.setters.update(reply.objects[2])
+        for number, one in attributes.items():
+            if one.changed:
+                times = self._times_set.setdefault(number, collections.Counter())
+                times.update(one.changed)
+                names = [n for n in one.changed if times[n] > 1 or self._attributes is not None]
+                self._often.setdefault(number, set()).update(names)
+            if one.in_place:
+                self._in_place.setdefault(number, set()).update(one.in_place)
+            for name, kind in one.lost.items():
+                self.setters.add(number)
+                if (number, name) in self._lost:
+                    continue
+                self._lost.add((number, name))
+                warnings.warn(
+                    f"module {self.names[number]!r}, on rank {self._rank} of the pipeline, has set "
+                    f"its attribute {name!r} in a call, to what holds a {kind.__qualname__}. Rank "
+                    f"{caller}, which has called it, does not see that: only numbers, texts, "
+                    "tensors, and lists, tuples, dicts and sets of these go there. If code there "
+                    "needs it, return it from forward",
+                    stacklevel=2,
+                )
+
+    def set_attributes(self, changes: Mapping[int, Change]) -> None:
+        """Sets attributes of modules here as calls on other ranks have set them there.
+
+        Args:
+            changes: by number of the module.
+        """
+        for number, change in changes.items():
+            make_change(self.by_number[number], change)
+            if self._attributes is not None:
+                self._attributes.taken(number, change)
+
+    def _take_attributes(self, frame: Frame, changes: Mapping[int, Change]) -> None:
+        """Does `set_attributes`, for code of a frame also after it has waited."""
+        self.set_attributes(changes)
+        self.setters.update(changes)
+        for number, change in changes.items():
+            before = frame.set_by_calls.get(number, Change(None, {}, []))
+            removed = {*before.removed, *change.removed} - change.attributes.keys()
+            merged = {**before.attributes, **change.attributes}
+            for name in change.removed:
+                merged.pop(name, None)
+            frame.set_by_calls[number] = Change(None, merged, sorted(removed))
+            # If this happens in a call of yet another rank, that gets the same.
+            names = {*change.attributes, *change.removed}
+            self._often.setdefault(number, set()).update(names)
 
     def note_roots(self, roots: Sequence[Any]) -> None:
         """Warns of parameters outside the model that a backward pass gives gradients.
@@ -767,6 +871,8 @@ class Modules:
         value = rebuild_reply(owner, found, tensors, objects, find)
         if type(value) is Reply:
             arguments.take(value, force)
+            if value.objects is not None and value.objects[2]:
+                self._take_attributes(frame, value.objects[2])
         if self.waits is not None and not predictable(found):
             self._awaited.add(number)  # so that no replica has to tell the others again
         known = self.forwarding and predictable(found) and self._learned.get(key, found) == found

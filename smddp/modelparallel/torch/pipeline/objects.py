@@ -5,7 +5,8 @@ tensors. These travel like all others, in the autograd graph. A module may chang
 something into a list, a dict or an object, or change a tensor in place. It does so to copies if it
 runs on another rank. So the owner sends back what has changed, and the caller's objects, the same
 ones, get it. Where the result of a call holds an object that the call has got, the caller gets its
-own.
+own. Modules are such objects, too: what a call has set as their attributes, the caller's copies of
+them get.
 
 Beside the result may come records: what modules inside the called one have taken and returned, for
 hooks of the caller.
@@ -17,7 +18,7 @@ import enum
 import io
 import pickle
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from smddp.modelparallel.core.failure import summary
 from smddp.modelparallel.torch.activations.object_values import ObjectValues, make_change
 from smddp.modelparallel.torch.common.buffers import version_of
 from smddp.modelparallel.torch.common.structure import Structure, flatten, rebuild
+from smddp.modelparallel.torch.pipeline.attributes import CallAttributes
 from smddp.modelparallel.torch.pipeline.protocol import raise_if_unpicklable
 
 __all__ = [
@@ -75,7 +77,8 @@ class Reply(NamedTuple):
 
     Attributes:
         result: of the module.
-        objects: what the call has changed in objects: see `Arguments.changes`; None for nothing.
+        objects: what the call has changed in objects and modules: see `Arguments.changes`; None for
+            nothing.
         tensors: those that it has changed in place, by their place among the tensors of the
             arguments; None for none.
         records: of calls inside this one.
@@ -98,6 +101,7 @@ class Arguments:
     Attributes:
         who: the module, for messages.
         tensors: those in the arguments.
+        attributes: of the modules whose attributes the call may set, by their number; at the owner.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class Arguments:
         self._versions: list[int] = []
         self._values: ObjectValues | None = None
         self._unknown: list[bytes | None] = []
+        self.attributes: Mapping[int, CallAttributes] = {}
         if may_change:
             self._values = ObjectValues(who, [args, tuple(kwargs.values())])
 
@@ -143,13 +148,19 @@ class Arguments:
         """Returns what the call has changed in objects.
 
         Returns:
-            (`kinds`, a `Change` by the number of the object); None if nothing has changed.
+            (`kinds`, a `Change` by the number of the object, one by the number of the module); None
+            if nothing has changed.
 
         Raises:
             SMPUsageError: it has changed an object of which smp does not know what it holds.
         """
+        attributes = {
+            number: change
+            for number, one in self.attributes.items()
+            if (change := one.change()) is not None
+        }
         if self._values is None:
-            return None
+            return (0, {}, attributes) if attributes else None
         for value, before in zip(self._values.unknown, self._unknown, strict=True):
             if _content(value) != before:
                 raise SMPUsageError(
@@ -158,7 +169,7 @@ class Arguments:
                     "new value"
                 )
         found = self._values.changes()
-        return (self.kinds, found) if found else None
+        return (self.kinds, found, attributes) if found or attributes else None
 
     def changed_tensors(self) -> list[int]:
         """Returns the numbers of the tensors that the call has changed in place."""
@@ -182,8 +193,8 @@ class Arguments:
             value_of(self.tensors[number]).copy_(value)
         if reply.objects is None:
             return
-        kinds, changes = reply.objects
-        if kinds != self.kinds:
+        kinds, changes, _ = reply.objects
+        if changes and kinds != self.kinds:
             names = ", ".join(dict.fromkeys(type(one).__qualname__ for one in self.objects))
             raise SMPUsageError(
                 f"{self.who}, which lives on another rank of the pipeline, has changed an object "

@@ -389,6 +389,7 @@ class Server:
             frame.name = name = modules.names[call.module]
             before = Arguments(f"module {name!r}", args, kwargs, arguments, graph.changeable[index])
             before.watch()
+            before.attributes = modules.attributes_before(call.module, call.method, caller)
             frame.recorder = recorder = Recorder(call.watched) if call.watched else None
             if call.method == DIFFERENTIATE:
                 result = self._differentiate(run, call, leaves, *args)
@@ -402,6 +403,7 @@ class Server:
             }
             records = tuple(recorder.records) if recorder is not None else ()
             reply = Reply(result, before.changes(), changed or None, records)
+            modules.note_attributes(before.attributes, reply, caller)
             tensors: list[torch.Tensor] = []
             found: list[Any] = []
             structure, found = flatten_reply(reply, before, modules.number_of, tensors, found)
