@@ -817,6 +817,38 @@ def test_what_a_remote_call_needs_is_there_once() -> None:
     check_ranks(second_backward, "2")
 
 
+@smp.step
+def call_parts(model: Any, x: torch.Tensor, how: str) -> Any:
+    module = model.get_module()
+    loss = module[1](module[0](x)).sum()
+    if how == "model.backward":
+        model.backward(loss)
+    elif how == "backward":
+        loss.backward()
+    elif how == "grad":
+        torch.autograd.grad(loss, list(module[0].parameters()))
+    return loss
+
+
+def never_called() -> None:
+    smp.init({"partitions": 2, **MANUAL})
+    with smp.partition(1):
+        last = nn.Linear(4, 4)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    with torch.no_grad():
+        call_parts(model, torch.ones(8, 4), "")
+    for how in ("model.backward", "backward", "grad"):
+        with pytest.raises(SMPMicrobatchError, match="before the first call of the model"):
+            call_parts(model, torch.ones(8, 4), how)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    train(model, torch.ones(8, 4), "")
+    call_parts(model, torch.ones(8, 4), "model.backward")  # now it is known where they live
+
+
+def test_gradients_before_the_first_call_of_the_model_are_refused() -> None:
+    check_ranks(never_called, "2")
+
+
 @smp.step(input_split_axes={"weights": 1})
 def compare(model: Any, x: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> Any:
     loss = nn.functional.cross_entropy(model(x), target) * weights.sum()
