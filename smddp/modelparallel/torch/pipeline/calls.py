@@ -411,8 +411,8 @@ class CallerSide:
             Aborted: the step has failed meanwhile.
         """
         services, graph = self._services, out.graph
-        self._check_first(frame, out)
-        out.backward_of = frame.microbatch
+        self._check_first(out)
+        out.backward_of = self._microbatch()
         segments = len(graph.segments) if this.asked else len(graph.out_of[SOURCE])
         out.backward_missing = segments
         of_result = dict(zip(out.results, gradients, strict=True))
@@ -438,7 +438,12 @@ class CallerSide:
             self._outgoing.pop(out.sending, None)
         return [sums.get(index) for index in range(len(sums) and max(sums) + 1)]
 
-    def _check_first(self, frame: Frame, out: Outgoing) -> None:
+    def _microbatch(self) -> int:
+        """Returns the microbatch that runs, which may be another than that of the graph."""
+        frame: Frame = self._services.baton.task.frame  # type: ignore[union-attr]
+        return frame.microbatch
+
+    def _check_first(self, out: Outgoing) -> None:
         """Raises SMPUsageError if an earlier backward pass through a graph has freed it, or runs.
 
         It may run for another microbatch, if the code has kept a tensor where both find it.
@@ -450,10 +455,11 @@ class CallerSide:
             "is gone. Add up the losses, and make one backward pass; or give the first one "
             f"retain_graph=True. It is a call of {self.names(out)}"
         )
-        if {frame.microbatch, out.backward_of} != {out.microbatch}:
+        this = self._microbatch()
+        if {this, out.backward_of} != {out.microbatch}:
             text += (
                 f", made in microbatch {out.microbatch}; the first pass was that of microbatch "
-                f"{out.backward_of}, and this is that of microbatch {frame.microbatch}. "
+                f"{out.backward_of}, and this is that of microbatch {this}. "
                 "Microbatches run by turns, so code must not keep tensors of one where another "
                 "finds them, such as in a list of the model: make a new list in every call"
             )
@@ -488,8 +494,7 @@ class CallerSide:
                 any more. In the second attempt, calls are sent one by one.
             SMPUsageError: an earlier backward pass through this graph has freed it, or runs.
         """
-        frame: Frame = self._services.baton.task.frame  # type: ignore[union-attr]
-        self._check_first(frame, out)
+        self._check_first(out)
         services, graph = self._services, out.graph
         services.modules.make_callers_wait({call.module for call in graph.calls})
         if inputs is None:
@@ -513,6 +518,7 @@ class CallerSide:
         known = KnownCall(last.module, DIFFERENTIATE, structure, None, ())
         key = (last.module, structure, out.reach)
         known = self._differentiations.setdefault(key, known)
+        frame: Frame = services.baton.task.frame  # type: ignore[union-attr]
         self.settle(frame)
         collector = frame.open = _CallerCollector(self, frame, ambient())
         collector.reach = out.reach
