@@ -817,6 +817,67 @@ def test_what_a_remote_call_needs_is_there_once() -> None:
     check_ranks(second_backward, "2")
 
 
+class Kept:
+    """A list that is not divided."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+
+@smp.step
+def keep(model: Any, x: torch.Tensor, kept: Kept) -> None:
+    kept.tensors.append(model(x).sum())
+    model.backward(torch.stack(kept.tensors).sum())
+
+
+def kept_for_another() -> str:
+    smp.init({"partitions": 2, **MANUAL})
+    with smp.partition(1):
+        last = nn.Linear(4, 4)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    with pytest.raises(SMPMicrobatchError) as error:
+        keep(model, torch.ones(8, 4), Kept())
+    return str(error.value)
+
+
+def test_a_second_backward_pass_for_another_microbatch_is_named() -> None:
+    for text in check_ranks(kept_for_another, "2"):
+        assert "made in microbatch 0; the first pass was that of microbatch 0" in text
+        assert "and this is that of microbatch 1." in text
+
+
+@smp.step
+def call_parts(model: Any, x: torch.Tensor, how: str) -> Any:
+    module = model.get_module()
+    loss = module[1](module[0](x)).sum()
+    if how == "model.backward":
+        model.backward(loss)
+    elif how == "backward":
+        loss.backward()
+    elif how == "grad":
+        torch.autograd.grad(loss, list(module[0].parameters()))
+    return loss
+
+
+def never_called() -> None:
+    smp.init({"partitions": 2, **MANUAL})
+    with smp.partition(1):
+        last = nn.Linear(4, 4)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    with torch.no_grad():
+        call_parts(model, torch.ones(8, 4), "")
+    for how in ("model.backward", "backward", "grad"):
+        with pytest.raises(SMPMicrobatchError, match="before the first call of the model"):
+            call_parts(model, torch.ones(8, 4), how)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    train(model, torch.ones(8, 4), "")
+    call_parts(model, torch.ones(8, 4), "model.backward")  # now it is known where they live
+
+
+def test_gradients_before_the_first_call_of_the_model_are_refused() -> None:
+    check_ranks(never_called, "2")
+
+
 @smp.step(input_split_axes={"weights": 1})
 def compare(model: Any, x: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> Any:
     loss = nn.functional.cross_entropy(model(x), target) * weights.sum()

@@ -303,7 +303,7 @@ def by_hand(pp: int, half: bool) -> list[Any]:
             found.append((float(norm), [p.grad for p in used]))
         # What is not the model's concerns one rank only.
         foreign = [p.grad for p in other.parameters() if p.grad is not None]
-        if frozen is None:
+        if foreign:
             nn.utils.get_total_norm(foreign)
         nn.utils.clip_grad_norm_(other.parameters(), 1.0)
         del model, optimizer, used
@@ -322,6 +322,76 @@ def test_norms_by_hand_are_those_of_the_whole_model(half: bool) -> None:
         wanted = [one for one in gradients if one is not None]
         tolerance = {"rtol": 2e-2, "atol": 1e-2} if half else {}
         torch.testing.assert_close(found, wanted, **tolerance)
+
+
+def by_parts(pp: int, half: bool) -> list[float]:
+    """Clips one part of the model after the other: one rank has no gradient of it."""
+    smp.init({"partitions": pp, "fp16": half, **MANUAL})
+    model = smp.DistributedModel(layers(pp - 1))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+    for number in range(4):
+        train(model, batch(number))
+        for name in ("0", "2"):
+            part = list(model.get_module().get_submodule(name).parameters())
+            if number % 2:
+                found.append(float(clip_grad_norm_(part, 0.1)))
+                continue
+            norm = nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])
+            nn.utils.clip_grads_with_norm_(part, 0.1, norm)
+            found.append(float(norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_norms_of_parts_of_the_model(half: bool) -> None:
+    (expected,) = check_ranks(by_parts, "1", 1, half)
+    assert len(set(expected)) == len(expected)
+    for found in check_ranks(by_parts, "2", 2, half):
+        assert found == pytest.approx(expected, rel=1e-2 if half else 1e-5)
+
+
+def in_different_calls() -> str:
+    """Rank 0 has a gradient that is not the model's, so rank 1 is one call behind."""
+    smp.init({**MANUAL, "partitions": 2})
+    model = smp.DistributedModel(layers(1))
+    train(model, batch(0))
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if smp.rank() == 0:
+        nn.utils.get_total_norm([torch.ones(3)])
+    with pytest.raises(SMPUsageError) as error:
+        nn.utils.get_total_norm(gradients if smp.rank() == 0 else [])
+    return str(error.value)
+
+
+def test_norms_of_different_calls_are_refused() -> None:
+    for text in check_ranks(in_different_calls, "2"):
+        assert "the ranks are in different calls for a norm" in text
+
+
+def of_copies(pp: int) -> list[str]:
+    smp.init({**MANUAL, "partitions": pp})
+    model = smp.DistributedModel(layers(pp - 1))
+    train(model, batch(0))
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        nn.utils.get_total_norm(gradients)
+        nn.utils.get_total_norm([torch.ones(3)])
+        assert not caught
+        for _ in range(2):
+            nn.utils.get_total_norm([gradient * 2 for gradient in gradients])
+    return [f"{one.filename} {one.message}" for one in caught]
+
+
+def test_a_norm_of_what_is_computed_from_gradients_warns_once() -> None:
+    assert check_ranks(of_copies, "1", 1) == [[]]
+    for found in check_ranks(of_copies, "2", 2):
+        assert len(found) == 1
+        assert __file__ in found[0]
+        assert "the norm is that of this rank alone" in found[0]
 
 
 class Sums(torch.optim.Optimizer):

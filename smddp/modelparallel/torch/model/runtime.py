@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections import OrderedDict
@@ -73,6 +74,8 @@ class ModelRuntime:
         delayed: were parameters created without memory?
         example: the shapes of the arguments of the model's first call with gradients; None before.
         announced: those that the script has given to `smp.memory`; None if it has not.
+        norms: how many norms of gradients this rank has been asked for since the last step.
+        warned_of_copies: has a warning said that a norm is that of one rank?
     """
 
     def __init__(
@@ -158,6 +161,8 @@ class ModelRuntime:
         self.buffers = Buffers(module, lambda _: False)
         # In a first step on rank 0: all buffers, before the body has run.
         self._unplaced: Buffers | None = None
+        # In a first step on rank 0: the hooks that refuse gradients before the model's first call.
+        self._refusals: list[RemovableHandle] = []
         # By step function: does the order of the microbatches matter? Not known before its first
         # step.
         self._order_matters: dict[str, bool] = {}
@@ -171,6 +176,8 @@ class ModelRuntime:
         self.device = device.current()
         self.example: Example | None = None
         self.announced: Example | None = None
+        self.norms = 0
+        self.warned_of_copies = False
         modules.install()
         if topology.pp_size == 1:
             self.apply(Decision.one_partition(modules))
@@ -247,6 +254,7 @@ class ModelRuntime:
                 "ended it. Let the error end the step"
             )
         self._undecided = False
+        self._allow_gradients()
         self._refuse_new_modules()
         self._refuse_early_changes()
         with executor.ending.deciding():
@@ -276,6 +284,22 @@ class ModelRuntime:
                 "in the first step, when it is not decided yet on which rank it lives: call the "
                 "model first"
             )
+
+    def _refuse_gradients(self) -> None:
+        """Lets gradients of parameters raise an error until the body calls the model.
+
+        Without a division every parameter is used on this rank, and nothing divides the sums over
+        the microbatches.
+        """
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                refuse = functools.partial(_refuse_gradient, name)
+                self._refusals.append(parameter.register_hook(refuse))  # type: ignore[no-untyped-call]
+
+    def _allow_gradients(self) -> None:
+        for handle in self._refusals:
+            handle.remove()
+        self._refusals.clear()
 
     def apply(self, decision: Decision) -> None:
         """Applies a decision on this rank."""
@@ -369,6 +393,7 @@ class ModelRuntime:
             The schedule of the step.
         """
         self.steps += 1
+        self.norms = 0
         self.updates_masters = False
         self.knew_counts = self._sum.knows_counts
         self.note_trained()
@@ -403,6 +428,7 @@ class ModelRuntime:
         if several and not self.divided and self.executor.rank == 0:
             self._unplaced = Buffers(self.module)
             self._unplaced.save()
+            self._refuse_gradients()
         return schedule._replace(active=1) if in_order else schedule
 
     def report(self) -> StepReport:
@@ -538,6 +564,7 @@ class ModelRuntime:
 
     def release_step(self) -> None:
         """Frees what is left of a step; if it has not ended, gradients are as before it."""
+        self._allow_gradients()
         self.data_parallel.put_back()
         self._sum.release()
         if self.sharding is not None:
@@ -699,6 +726,15 @@ def _refuse_backward(_: Any = None) -> None:
     raise SMPUsageError(
         "with sharded data parallelism, call the model and model.backward inside a function "
         "decorated with smp.step"
+    )
+
+
+def _refuse_gradient(name: str, _: torch.Tensor) -> None:
+    raise SMPUsageError(
+        f"in the first step, a gradient was computed for parameter {name!r} before the first call "
+        "of the model, which decides on which rank each module lives: call the model itself first, "
+        "as in model(x). If the body calls parts of it one by one, do that in the forward method "
+        "of the model that smp.DistributedModel gets"
     )
 
 

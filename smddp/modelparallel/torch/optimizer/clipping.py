@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -198,16 +199,20 @@ _scale: Any = nn.utils.clip_grads_with_norm_.__wrapped__  # type: ignore[attr-de
 _originals = _original_clip, _original_clip_value, _norm_here, _scale
 
 
-def _used(given: Sequence[torch.Tensor]) -> list[Any] | None:
+def _used(given: Sequence[torch.Tensor], norm: bool = False) -> list[Any] | None:
     """Returns what has the gradients that the optimizer uses, for parameters to be clipped.
 
     All ranks of the model have to call it.
+
+    Args:
+        given: parameters, masters or shards.
+        norm: their norm over all ranks is to be taken; see `_note_norm`.
 
     Returns:
         Masters, shards or the parameters themselves; None if none of them is of the model.
 
     Raises:
-        SMPUsageError: the call is inside a step.
+        SMPUsageError: the call is inside a step, or the ranks are in different calls.
     """
     model = state.current_model()
     own = set() if model is None else {id(parameter) for parameter in model.parameters()}
@@ -216,8 +221,13 @@ def _used(given: Sequence[torch.Tensor]) -> list[Any] | None:
         own |= {id(master) for master in masters.masters()}
     # A rank may have none of the parameters that others have, and still has to take part.
     if given and not any(isinstance(one, Shard) or id(one) in own for one in given):
+        if norm:
+            _note_norm()
         return None
     _check_outside_step()
+    if norm:
+        _note_norm()
+        _compare_norms(not given)
     sharding = None if model is None else model.runtime.sharding
     if masters is not None and masters.half:
         # Gradients of parameters are scaled; those of masters are what the optimizer uses. After an
@@ -228,6 +238,61 @@ def _used(given: Sequence[torch.Tensor]) -> list[Any] | None:
     return list(given) if sharding is None else [sharding.local(one) for one in given]
 
 
+def _note_norm() -> None:
+    """Counts a call for a norm, also one of gradients that are not the model's."""
+    model = state.current_model()
+    if model is not None:
+        model.runtime.norms += 1
+
+
+@smp_errors()
+def _compare_norms(empty: bool) -> None:
+    """Checks that the ranks are in the same call, if one of them has given an empty list.
+
+    Such a rank cannot know whether the others have given gradients of the model. If they have not,
+    it would take part in their next call.
+
+    Args:
+        empty: has this rank given an empty list?
+
+    Raises:
+        SMPUsageError: the ranks are in different calls; all of them raise it.
+    """
+    model = state.current_model()
+    if model is None or state.topology.pp_size == 1:
+        return
+    count = model.runtime.norms
+    told = torch.tensor([count, -count, int(empty)], device=model.runtime.device)
+    dist.all_reduce(told, dist.ReduceOp.MAX, group=state.groups.of_steps("pp"))
+    most, least, any_empty = told.tolist()
+    if any_empty and most != -least:
+        raise SMPUsageError(
+            "the ranks are in different calls for a norm of gradients, and one of them has given "
+            f"an empty list: since the last step, one has made {most} of them, another {-least}. "
+            "A rank takes part in the norm of the whole model with an empty list, so call it with "
+            "gradients that are not the model's only on ranks that have some, after the model's"
+        )
+
+
+def _warn_of_copies(tensors: Sequence[torch.Tensor]) -> None:
+    """Warns once if tensors look as if they were computed from the model's gradients."""
+    model = state.current_model()
+    if model is None or state.in_step or model.runtime.warned_of_copies:
+        return
+    whole = state.topology.size_of("mp") == 1 and state.groups.sharding is None
+    shapes = [one.grad.shape for one in model.runtime.optimised() if one.grad is not None]
+    if whole or not shapes or [one.shape for one in tensors] != shapes:
+        return
+    model.runtime.warned_of_copies = True
+    warnings.warn(
+        "torch.nn.utils.get_total_norm has got tensors that have the shapes of the gradients of "
+        "the model's parameters on this rank, but are not these gradients: the norm is that of "
+        "this rank alone. For the norm of the whole model, give it the gradients themselves, on "
+        "all ranks, and scale the norm",
+        stacklevel=4,
+    )
+
+
 def _clip_grad_norm(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
@@ -236,7 +301,7 @@ def _clip_grad_norm(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     given = _listed(parameters)
-    used = _used(given)
+    used = _used(given, norm=True)
     if used is None:
         gradients = [one.grad for one in given if one.grad is not None]
         found: torch.Tensor = _norm_here(gradients, norm_type, error_if_nonfinite, foreach)
@@ -261,11 +326,14 @@ def _get_total_norm(
 ) -> torch.Tensor:
     given = _listed(tensors)
     owners = _owners(given)
-    used = None if owners is None else _used(owners)
-    if used is None:
+    if owners is None:
+        _note_norm()
+        _warn_of_copies(given)
         found: torch.Tensor = _norm_here(given, norm_type, error_if_nonfinite, foreach)
         return found
-    known = {id(one.grad) for one in owners or ()}
+    used = _used(owners, norm=True)
+    assert used is not None  # the owners are the model's
+    known = {id(one.grad) for one in owners}
     others = [types.SimpleNamespace(grad=one) for one in given if id(one) not in known]
     return _finite(global_norm([*used, *others], norm_type), norm_type, error_if_nonfinite)  # type: ignore[list-item]
 
@@ -273,15 +341,16 @@ def _get_total_norm(
 def _owners(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
     """Returns what has these gradients; None if none of them is one of the model's.
 
-    A rank may have no gradient when others have some; then it takes part without any.
+    A rank may have none of the gradients that others have, those of a part of the model, for
+    instance; then it takes part without any.
     """
     model = state.current_model()
     if model is None:
         return None
+    if not gradients:
+        return []
     several = [*model.runtime.optimised(), *model.parameters()]
     with_gradient = {id(one.grad): one for one in reversed(several) if one.grad is not None}
-    if not gradients:
-        return None if with_gradient else []
     return [with_gradient[id(one)] for one in gradients if id(one) in with_gradient] or None
 
 

@@ -77,6 +77,7 @@ class Outgoing:
             them.
         backward_ticket, backward_missing: the same as `ticket` and `missing`, for what segments
             send to the caller in a backward pass.
+        backward_of: the microbatch whose backward pass has come here last; -1 for none.
         sunk: by segment, the ids of all values of its edge to SINK; only of edges that have results
             of unknown structure.
         hollow: do the inputs of the autograd node have no memory? See `CallerSide._linked`.
@@ -100,6 +101,7 @@ class Outgoing:
         self.asked: dict[int, list[torch.Tensor | None]] = {}
         self.backward_ticket = Ticket()
         self.backward_missing = 0
+        self.backward_of = -1
         self.sunk: dict[int, list[TensorId]] = {}
         self.hollow = False
         self.dropped = False
@@ -405,11 +407,12 @@ class CallerSide:
             that have none are left out.
 
         Raises:
-            SMPUsageError: an earlier backward pass through this graph has freed it.
+            SMPUsageError: an earlier backward pass through this graph has freed it, or runs.
             Aborted: the step has failed meanwhile.
         """
         services, graph = self._services, out.graph
         self._check_first(out)
+        out.backward_of = self._microbatch()
         segments = len(graph.segments) if this.asked else len(graph.out_of[SOURCE])
         out.backward_missing = segments
         of_result = dict(zip(out.results, gradients, strict=True))
@@ -435,14 +438,32 @@ class CallerSide:
             self._outgoing.pop(out.sending, None)
         return [sums.get(index) for index in range(len(sums) and max(sums) + 1)]
 
+    def _microbatch(self) -> int:
+        """Returns the microbatch that runs, which may be another than that of the graph."""
+        frame: Frame = self._services.baton.task.frame  # type: ignore[union-attr]
+        return frame.microbatch
+
     def _check_first(self, out: Outgoing) -> None:
-        """Raises SMPUsageError if an earlier backward pass through a graph has freed it."""
-        if out.backward_ticket.done:
-            raise SMPUsageError(
-                "a second backward pass through a call of a module on another rank: what it needs "
-                "is gone. Add up the losses, and make one backward pass; or give the first one "
-                f"retain_graph=True. It is a call of {self.names(out)}"
+        """Raises SMPUsageError if an earlier backward pass through a graph has freed it, or runs.
+
+        It may run for another microbatch, if the code has kept a tensor where both find it.
+        """
+        if out.backward_missing == 0 and not out.backward_ticket.done:
+            return
+        text = (
+            "a second backward pass through a call of a module on another rank: what it needs "
+            "is gone. Add up the losses, and make one backward pass; or give the first one "
+            f"retain_graph=True. It is a call of {self.names(out)}"
+        )
+        this = self._microbatch()
+        if {this, out.backward_of} != {out.microbatch}:
+            text += (
+                f", made in microbatch {out.microbatch}; the first pass was that of microbatch "
+                f"{out.backward_of}, and this is that of microbatch {this}. "
+                "Microbatches run by turns, so code must not keep tensors of one where another "
+                "finds them, such as in a list of the model: make a new list in every call"
             )
+        raise SMPUsageError(text)
 
     def differentiate(
         self,
@@ -471,7 +492,7 @@ class CallerSide:
         Raises:
             DifferentiatedTwiceError: the graph has several segments, or its inputs are not known
                 any more. In the second attempt, calls are sent one by one.
-            SMPUsageError: an earlier backward pass through this graph has freed it.
+            SMPUsageError: an earlier backward pass through this graph has freed it, or runs.
         """
         self._check_first(out)
         services, graph = self._services, out.graph
