@@ -639,7 +639,7 @@ class Modules:
             with seeded(draw_seed()):
                 return self._original(number, method, args, kwargs)
         if self.shared is not None:
-            self.shared.look()
+            self.shared.look(self.owners, self._rank)
         return self._remote(frame, owner, number, method, args, kwargs)
 
     def call_recomputed(self, number: int, args: Any, kwargs: Any, preserve: bool) -> Any:

@@ -40,29 +40,40 @@ class SharedState:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         """Finds them, at the beginning of the step."""
         self.changes = False
-        self._found: dict[int, tuple[str, Any]] = {}
-        for module in modules:
+        # What refers to an object, the object, and the numbers of the modules whose attributes do;
+        # None for everything else.
+        self._found: dict[int, tuple[str, Any, set[int | None]]] = {}
+        for number, module in enumerate(modules):
             for name, value in vars(module).items():
                 if name not in _OF_TORCH:
-                    self._add(f"attribute {name!r} of a {type(module).__name__}", value, 0)
+                    what = f"attribute {name!r} of a {type(module).__name__}"
+                    self._add(what, value, number, 0)
         for hook in _hooks(modules):
             for name, value in closure_of(hook):
-                self._add(f"variable {name!r} of hook {_name(hook)}", value, 0)
+                self._add(f"variable {name!r} of hook {_name(hook)}", value, None, 0)
         for variable, value in contextvars.copy_context().items():
-            self._add(f"ContextVar {variable.name!r}", value, 0)
+            self._add(f"ContextVar {variable.name!r}", value, None, 0)
         self._before: dict[int, list[Any]] = {}
         self.begin_microbatch()
 
     def begin_microbatch(self) -> None:
         """Notes what they hold."""
         if not self.changes:
-            self._before = {key: _content(value) for key, (_, value) in self._found.items()}
+            self._before = {key: _content(value) for key, (_, value, _) in self._found.items()}
 
-    def look(self) -> None:
-        """Compares them, as a call leaves this rank; warns once."""
+    def look(self, owners: Sequence[int | None], rank: int) -> None:
+        """Compares them, as a call leaves this rank; warns once.
+
+        Args:
+            owners: of the modules. What modules of other ranks set comes with results, and each
+                microbatch finds its own.
+            rank: of this process in the pipeline.
+        """
         if self.changes:
             return
-        for key, (what, value) in self._found.items():
+        for key, (what, value, numbers) in self._found.items():
+            if all(one is not None and owners[one] not in (None, rank) for one in numbers):
+                continue
             if not _same(self._before[key], _content(value)):
                 self.changes = True
                 warnings.warn(
@@ -74,12 +85,15 @@ class SharedState:
                 )
                 return
 
-    def _add(self, what: str, value: Any, depth: int) -> None:
-        if id(value) in self._found or depth > _DEEPEST or not _is_watched(value):
+    def _add(self, what: str, value: Any, number: int | None, depth: int) -> None:
+        if depth > _DEEPEST or not _is_watched(value):
             return
-        self._found[id(value)] = what, value
+        _, _, numbers = self._found.setdefault(id(value), (what, value, set()))
+        if number in numbers:
+            return
+        numbers.add(number)
         for entry in _content(value):
-            self._add(what, entry, depth + 1)
+            self._add(what, entry, number, depth + 1)
 
 
 # Attributes of modules that torch itself, or smp, keeps.
