@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import resource
 import subprocess
@@ -34,6 +35,7 @@ def _descriptors() -> int:
 def _limited(spare: int) -> tuple[str, str, int]:
     """Returns class and text of the error, and the descriptors in use after another attempt."""
     smddp.torch._load.load()
+    importlib.import_module("smddp.torch.backend")  # a first group would import it
     rank = int(os.environ["RANK"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     before = _descriptors()

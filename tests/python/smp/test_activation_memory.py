@@ -70,6 +70,10 @@ class Layer(nn.Module):
         return self.narrow(h)
 
 
+def _counts() -> Any:
+    return type("Counts", (), {"backward": [], "forward": []})
+
+
 class Probe(nn.Module):
     """Counts what lives at the beginning of each backward pass of its rank."""
 
@@ -77,14 +81,14 @@ class Probe(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
         self.offloader: Any = None
-        self.seen: list[tuple[int, int]] = []
-        self.seen_forward: list[int] = []
+        # In a class: microbatches do not overlap where attributes have lists that change.
+        self.counts = _counts()
 
     def forward(self, x: Tensor) -> Tensor:
         y = x * self.weight
         if y.requires_grad:
             y.register_hook(self._count)
-            self.seen_forward.append(Live.count("argument"))
+            self.counts.forward.append(Live.count("argument"))
         return y
 
     def _count(self, _: Tensor) -> None:
@@ -93,7 +97,7 @@ class Probe(nn.Module):
                 if item._away is not None and item._away._back is not None:
                     Live.note("argument", item._away._back)
         gc.collect()
-        self.seen.append((Live.count("argument"), Live.count("inner")))
+        self.counts.backward.append((Live.count("argument"), Live.count("inner")))
 
 
 @smp.step
@@ -130,19 +134,19 @@ def measured(pp: int, strategy: str, config: dict[str, Any]) -> Any:
     results = []
     for step in range(3):
         x = torch.randn(MICROBATCHES * 32, WIDTH, generator=torch.Generator().manual_seed(step))
-        probe.seen.clear()
-        probe.seen_forward.clear()
+        probe.counts.backward.clear()
+        probe.counts.forward.clear()
         results.append(train(model, x).stack())
     results += [parameter.grad for parameter in model.local_parameters()]
     if offloader is not None:
         offloader._file.await_moves()
         assert Path(folder).is_dir()
         assert list(Path(folder).iterdir()) == []  # the file has no name
-    most = [max(counts) for counts in zip(*probe.seen, strict=True)]
+    most = [max(counts) for counts in zip(*probe.counts.backward, strict=True)]
     gc.collect()
     moved = 0 if offloader is None else offloader._file._end
     left = Live.count("argument") + Live.count("inner")
-    return results, most, max(probe.seen_forward), left, moved
+    return results, most, max(probe.counts.forward), left, moved
 
 
 @pytest.mark.parametrize(("pp", "horizon"), [(2, 2), (2, 1), (1, 1)])
