@@ -165,7 +165,8 @@ auto Rendezvous::noted(const Phase& phase) {
     if (error.kind() == ErrorKind::PeerLost && !isCauseKnown_) raiseDeathOr(error);
     throw;
   } catch (...) {
-    const auto text = fmt::format("{} was interrupted by a signal", describeThisProcess(jobRank(me_)));
+    const auto text =
+        fmt::format("{} was interrupted by a signal", describeThisProcess(jobRank(me_)));
     leaveNote(store_, key(isIn_ ? kTrouble : kAfter, epoch_), seal_,
               {me_, Error(ErrorKind::Aborted, text)});
     throw;

@@ -239,7 +239,8 @@ std::shared_ptr<Group> Engine::meet(bootstrap::Store& store, const Group::Spec& 
   try {
     begun = beginGroup(spec);
   } catch (const Error& error) {
-    bootstrap::reportTrouble(store, spec.name, spec.me, bootstrap::jobRankOf(spec.jobRanks, spec.me), seal, error);
+    const Rank jobRank = bootstrap::jobRankOf(spec.jobRanks, spec.me);
+    bootstrap::reportTrouble(store, spec.name, spec.me, jobRank, seal, error);
     throw;
   }
   const std::shared_ptr<Group>& group = begun.first;

@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <limits>
 #include <map>
-#include <set>
 
 #include "bootstrap/node_name.h"
 #include "common/config.h"

@@ -184,8 +184,9 @@ void agreeOnMembers(Engine& engine, const std::shared_ptr<Group>& parent,
   for (const Rank rank : isMember ? members : std::vector<Rank>{}) {
     const MemberList& theirs = lists[static_cast<size_t>(rank)];
     if (theirs.digest == mine.digest) continue;
-    objection = padded<400>(fmt::format("{} on rank {}, {} on rank {}", unpadded(mine.shown), parent->jobRank(me),
-                                        unpadded(theirs.shown), parent->jobRank(rank)));
+    objection = padded<400>(fmt::format("{} on rank {}, {} on rank {}", unpadded(mine.shown),
+                                        parent->jobRank(me), unpadded(theirs.shown),
+                                        parent->jobRank(rank)));
     break;
   }
   // Only some ranks may have found the difference; all must throw.

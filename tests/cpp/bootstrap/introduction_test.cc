@@ -136,7 +136,8 @@ TEST(Agreement, SettingsThatMayDifferDoNotCount) {
   settings.log = "debug";
   settings.interface = "eth7";
   settings.simd = "scalar";
-  EXPECT_NO_THROW(checkAgreement(numbered({example(), introduceThisProcess(settings, randomProcessId())})));
+  const Introduction other = introduceThisProcess(settings, randomProcessId());
+  EXPECT_NO_THROW(checkAgreement(numbered({example(), other})));
 }
 
 TEST(Agreement, DifferenceNamesTheRanksAndTheirValues) {

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-__all__ = ["SharedState", "closure_of"]
+__all__ = ["SharedState"]
 
 # More is not looked for in an object: a data set or a table of constants.
 _MOST_ENTRIES = 1000
@@ -49,7 +49,7 @@ class SharedState:
                     what = f"attribute {name!r} of a {type(module).__name__}"
                     self._add(what, value, number, 0)
         for hook in _hooks(modules):
-            for name, value in closure_of(hook):
+            for name, value in _variables_of(hook):
                 self._add(f"variable {name!r} of hook {_name(hook)}", value, None, 0)
         for variable, value in contextvars.copy_context().items():
             self._add(f"ContextVar {variable.name!r}", value, None, 0)
@@ -100,7 +100,7 @@ class SharedState:
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 
 
-def closure_of(function: Any) -> Iterator[tuple[str, Any]]:
+def _variables_of(function: Any) -> Iterator[tuple[str, Any]]:
     """Yields the variables outside a function that its code uses, with their names."""
     if isinstance(function, types.MethodType):
         if not isinstance(function.__self__, nn.Module):
@@ -145,7 +145,7 @@ def _is_of(kind: type) -> bool:
 
 
 def _content(value: Any) -> list[Any]:
-    """Returns what an object holds; numbers and texts by value, everything else itself."""
+    """Returns what an object holds."""
     if isinstance(value, dict):
         return [*dict.keys(value), *dict.values(value)]
     if isinstance(value, list | set | collections.deque):
@@ -155,6 +155,7 @@ def _content(value: Any) -> list[Any]:
 
 
 def _same(before: list[Any], now: list[Any]) -> bool:
+    """Compares numbers and texts by value, everything else by identity."""
     if len(before) != len(now):
         return False
     plain = (bool, int, float, str)
