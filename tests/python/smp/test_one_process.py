@@ -273,7 +273,10 @@ def read(pp: int, places: tuple[int, int, int, int]) -> Any:
     return found, gradients, texts
 
 
-@pytest.mark.parametrize("places", [(1, 1, 1, 0), (1, 0, 1, 1), (1, 2, 1, 0), (1, 1, 2, 0)])
+PLACES = [(1, 1, 1, 0), (1, 0, 1, 1), (0, 1, 0, 1), (1, 2, 1, 0), (1, 1, 2, 0)]
+
+
+@pytest.mark.parametrize("places", PLACES)
 def test_code_reads_what_modules_of_other_ranks_have_set(
     places: tuple[int, int, int, int],
 ) -> None:
@@ -285,6 +288,167 @@ def test_code_reads_what_modules_of_other_ranks_have_set(
         assert not texts
         for name, one in gradients.items():
             torch.testing.assert_close(one, of_all[name])
+
+
+class Scale:
+    """What a model and its layers have in common."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+
+COMMON: dict[str, Any] = {"scale": 1.0}
+FACTOR = 1.0
+_SCALE: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
+
+
+class Scaled(nn.Module):
+    """Multiplies by what other code has set, in one of several ways."""
+
+    def __init__(self, how: str, scale: Scale, seen: list[Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.how, self.scale, self.seen = how, scale, seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the shape of x."""
+        y = self.linear(x)
+        self.seen.append(y.detach())
+        if self.how == "object":
+            return y * self.scale.value  # type: ignore[no-any-return]
+        if self.how == "dict":
+            return y * COMMON["scale"]  # type: ignore[no-any-return]
+        if self.how == "variable":
+            return y * FACTOR  # type: ignore[no-any-return]
+        if self.how == "context":
+            return y * _SCALE.get()  # type: ignore[no-any-return]
+        return y * torch.full((), 1 / 3).dtype.itemsize  # type: ignore[no-any-return]
+
+
+class Sets(nn.Module):
+    """Sets what its layer reads, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.scale, self.seen = how, Scale(), []
+        self.linear = nn.Linear(4, 4)
+        self.scaled = Scaled(how, self.scale, self.seen if how == "list" else [])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the shape of x."""
+        global FACTOR  # noqa: PLW0603
+        value = 1.0 + float(x.abs().mean())
+        if self.how == "object":
+            self.scale.value = value
+        if self.how == "dict":
+            COMMON["scale"] = value
+        if self.how == "variable":
+            FACTOR = value
+        if self.how == "context":
+            _SCALE.set(value)
+        if self.how == "dtype":
+            torch.set_default_dtype(torch.float64)
+        try:
+            y = self.scaled(x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return self.linear(y.float())  # type: ignore[no-any-return]
+
+
+def unseen(how: str) -> list[str]:
+    """Returns the warnings of a model whose layer on rank 1 uses what code of rank 0 has set."""
+    smp.init({"partitions": 2, "microbatches": 2, **MANUAL})
+    module = Sets(how)
+    model = smp.DistributedModel(module)
+    smp.set_partition(module.scaled, 1)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Any:
+        model.backward(model(x).sum())
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(2):
+            step(model, torch.randn(4, 4, generator=torch.Generator().manual_seed(number)))
+    return [str(one.message) for one in caught if "does not see the change" in str(one.message)]
+
+
+WAYS = {
+    "object": "attribute 'scale' of a Sets",
+    "dict": "variable 'COMMON' of 'Sets.forward'",
+    "variable": "variable 'FACTOR' of 'Sets.forward'",
+    "context": "variable '_SCALE' of 'Sets.forward'",
+    "dtype": "torch.get_default_dtype()",
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_what_a_module_elsewhere_does_not_see_is_said(how: str) -> None:
+    first, second = check_ranks(unseen, "2", how)
+    assert not second
+    (text,) = first
+    assert f"code of rank 0 of the pipeline has changed {WAYS[how]} in a step" in text
+    assert "Module 'scaled' on rank 1, whose code can read that, does not see the change" in text
+
+
+def test_what_a_caller_does_not_see_is_said() -> None:
+    first, second = check_ranks(unseen, "2", "list")
+    assert not first
+    (text,) = second
+    assert "code of rank 1 of the pipeline has changed attribute 'seen' of a Sets" in text
+    assert "Module 'model' on rank 0, whose code can read that, does not see" in text
+    assert check_ranks(unseen, "2", "nothing") == [[], []]
+
+
+class Twice(nn.Module):
+    """Returns one tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, same: Tensor) -> Any:
+        """Returns a tensor in two places; it has changed one of two names of its argument."""
+        x += 1
+        y = self.linear(x) + same
+        return y, {"again": y}
+
+
+class ChangesOne(nn.Module):
+    """Changes a tensor in place, and reads it by its other name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.linear = Twice(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the shape of x."""
+        x = self.linear(x)
+        y, other = self.twice(x, x)
+        y += x
+        return other["again"]  # type: ignore[no-any-return]
+
+
+def changes_one(pp: int) -> Any:
+    smp.init({"partitions": pp, "microbatches": 2, **MANUAL})
+    torch.manual_seed(0)
+    module = ChangesOne()
+    model = smp.DistributedModel(module)
+    smp.set_partition(module.twice, pp - 1)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Any:
+        y = model(x)
+        model.backward(y.square().mean())
+        return y.detach()
+
+    return [torch.cat(step(model, torch.ones(4, 4)).outputs) for _ in range(3)]
+
+
+def test_two_names_of_one_tensor() -> None:
+    (expected,) = check_ranks(changes_one, "1", 1)
+    for found in check_ranks(changes_one, "2", 2):
+        torch.testing.assert_close(found, expected)
 
 
 class Other:

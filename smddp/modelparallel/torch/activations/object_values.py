@@ -22,7 +22,7 @@ from torch import nn
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.torch.common.buffers import version_of
 
-__all__ = ["Change", "ObjectValues", "make_change"]
+__all__ = ["Change", "ObjectValues", "Values", "make_change"]
 
 # What holds nothing that a call changes, or nothing that may be put back.
 _OPAQUE = (
@@ -176,6 +176,23 @@ def make_change(owner: Any, change: Change) -> None:
             object.__delattr__(owner, name)
         else:
             owner.__dict__.pop(name, None)
+
+
+class Values:
+    """What some objects hold, without the objects in them, at one point of the program."""
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        """Notes what they hold now.
+
+        Args:
+            objects: modules, functions and classes among them are left out.
+        """
+        left_out = (*_OPAQUE, tuple, frozenset, torch.Tensor)
+        self._parts = [_Part.of(one) for one in objects if not isinstance(one, left_out)]
+
+    def restore(self) -> None:
+        """Lets the objects hold what they held."""
+        _restore(self._parts)
 
 
 class ObjectValues:

@@ -154,7 +154,7 @@ class StepFunction:
         driver = None
         try:
             with smp_errors():
-                schedule = runtime.begin_step(body.name, schedule, again)
+                schedule = runtime.begin_step(body.name, body.function, schedule, again)
             if executor.rank == 0:
                 driver = Driver(executor, body, schedule, args, kwargs, seed_of_batch)
             # Segments seed the generators of the ranks that serve; those are restored afterwards.

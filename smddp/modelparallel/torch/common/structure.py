@@ -41,6 +41,7 @@ __all__ = [
     "replace_tensors",
     "tensors_in",
     "unpicklable",
+    "without_repeats",
 ]
 
 Structure = tuple[Any, ...]
@@ -179,6 +180,35 @@ def rebuild(structure: Structure, tensors: Sequence[Any], objects: Sequence[Any]
     for name, child in zip(structure[2], children, strict=True):
         object.__setattr__(result, name, child)
     return result
+
+
+def without_repeats(structure: Structure, tensors: list[Any]) -> Structure:
+    """Lets a tensor that occurs several times in a value be one tensor wherever it is rebuilt.
+
+    Args:
+        structure: of the value.
+        tensors: of the value; those that repeat an earlier one are removed.
+
+    Returns:
+        The structure with the numbers of the tensors that are left. For (a, b, a) it is
+        ("u", (("t", 0), ("t", 1), ("t", 0))).
+    """
+    places: dict[int, int] = {}
+    numbers = [places.setdefault(id(one), len(places)) for one in tensors]
+    if len(places) == len(tensors):
+        return structure
+    first = dict(zip(numbers, tensors, strict=True))
+    tensors[:] = first.values()
+    return _renumbered(structure, numbers)
+
+
+def _renumbered(structure: Structure, numbers: Sequence[int]) -> Structure:
+    if structure[0] == "t":
+        return ("t", numbers[structure[1]])
+    if structure[0] in "co":
+        return structure
+    children = tuple([_renumbered(child, numbers) for child in structure[-1]])
+    return (*structure[:-1], children)
 
 
 def builder(structure: Structure) -> Callable[[Sequence[Any], Sequence[Any]], Any]:

@@ -377,7 +377,9 @@ class ModelRuntime:
 
     # --- the life of a step; api/step.py calls begin_step and end_step, the executor the others ---
 
-    def begin_step(self, name: str, schedule: Schedule, again: bool) -> Schedule:
+    def begin_step(
+        self, name: str, body: Callable[..., Any], schedule: Schedule, again: bool
+    ) -> Schedule:
         """Prepares for a step.
 
         The microbatches run one after the other if their order may matter for the buffers that
@@ -386,6 +388,7 @@ class ModelRuntime:
 
         Args:
             name: of the step function.
+            body: that function.
             schedule: as configured.
             again: the step has ended in Redo before. This time every call waits for its result.
 
@@ -419,7 +422,8 @@ class ModelRuntime:
         modules.predicts_structures = not again
         modules.in_order = in_order
         alone = microbatches == 1 and self.data_parallel.size == 1 and not several
-        modules.begin_step(not alone and name not in self._looked, again)
+        looks = not alone and name not in self._looked
+        modules.begin_step(looks, again, body if several else None)
         self._looked.add(name)
         # A Redo restores these values. With one partition there is one only with sharded
         # parameters; there is none in a second attempt.
@@ -447,7 +451,7 @@ class ModelRuntime:
             places.update((number, name) for name in modules.by_number[number]._buffers)
         changed = any(self.buffers.changed(modules.full_name(*place)) for place in places)
         changed |= not modules.keepers.isdisjoint(modules.out_of_order)
-        changed |= modules.shared is not None and modules.shared.changes
+        changed |= modules.shared is not None and modules.shared.in_order
         forms, form_changed = self.placement.changed_forms()
         if not modules.in_order and (changed or form_changed):
             raise OrderMattersError("what modules keep in the step depends on the order of calls")
@@ -625,7 +629,7 @@ class ModelRuntime:
         """Notes that a microbatch gives no more gradients here."""
         self._sum.end_microbatch(microbatch)
         if self.executor.modules.shared is not None:
-            self.executor.modules.shared.begin_microbatch()
+            self.executor.modules.shared.end_microbatch()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Takes the gradient that autograd has left in `Parameter.grad`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import enum
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -37,23 +37,13 @@ class Attributes:
     """The attributes of all modules when a step begins.
 
     Of settings, which are numbers, texts and the modules inside: a module may be given one by code
-    that runs where the module does not live. And of tensors.
+    that runs where the module does not live.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         """Notes them."""
         self._modules = modules
         self._before = [_settings(module) for module in modules]
-        self._tensors = [_tensors_of(vars(module)) for module in modules]
-
-    def keepers(self) -> set[int]:
-        """Returns the numbers of the modules that have put tensors into their attributes."""
-        found = set()
-        for number, (module, before) in enumerate(zip(self._modules, self._tensors, strict=True)):
-            now = _tensors_of(vars(module))
-            if now.keys() != before.keys() or any(now[name] is not before[name] for name in now):
-                found.add(number)
-        return found
 
     def taken(self, number: int, change: Change) -> None:
         """Notes that a module's call on another rank has set attributes, which were set here."""
@@ -172,11 +162,6 @@ class CallAttributes:
         self.changed |= self._before.keys() - now.keys()
         removed = [name for name in (self._before.keys() | {*self._often}) if name not in now]
         return Change(None, found, removed) if found or removed else None
-
-
-def _tensors_of(attributes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns the tensors among the attributes of a module; not its parameters and buffers."""
-    return {name: one for name, one in attributes.items() if isinstance(one, torch.Tensor)}
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import collections
 import contextlib
 import functools
 import inspect
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.order import SliceObserver
-from smddp.modelparallel.torch.activations.object_values import Change, make_change
+from smddp.modelparallel.torch.activations.object_values import Change, Values, make_change
 from smddp.modelparallel.torch.activations.offload import Offloader
 from smddp.modelparallel.torch.activations.region import Keeper, Region, layer_arguments, runs_again
 from smddp.modelparallel.torch.common.structure import (
@@ -32,6 +31,7 @@ from smddp.modelparallel.torch.common.structure import (
     flatten,
     may_be_changed,
     replace_tensors,
+    without_repeats,
 )
 from smddp.modelparallel.torch.pipeline.attributes import Attributes, CallAttributes
 from smddp.modelparallel.torch.pipeline.calls import CallerSide, refuse_transforms
@@ -56,6 +56,7 @@ from smddp.modelparallel.torch.pipeline.protocol import (
     raise_if_unpicklable,
 )
 from smddp.modelparallel.torch.pipeline.randomness import draw_seed, may_draw, seed_all, seeded
+from smddp.modelparallel.torch.pipeline.references import references
 from smddp.modelparallel.torch.pipeline.remote_tensor import (
     Home,
     RemoteTensor,
@@ -184,8 +185,8 @@ class Modules:
         out_of_order: numbers of the modules here that have been called in this step after a later
             part of the program had called them: another microbatch, or another call graph. Only
             of modules with buffers, and keepers.
-        keepers: numbers of the modules here that put tensors into their attributes, as the first
-            step of a function has shown.
+        keepers: numbers of the modules here whose code changes attributes or other objects, as the
+            first step of a function has shown.
         setters: numbers of the modules whose attributes calls of other ranks have set here, as the
             first step of a function has shown; not only those that live here.
         buffers_read: (number, name) of the buffers here that other ranks have read in this step.
@@ -274,6 +275,9 @@ class Modules:
         self.shared: SharedState | None = None  # in the first step of a function
         # What the keepers and setters had in their attributes before the step.
         self._kept: dict[int, CallAttributes] = {}
+        # The same of other objects that microbatches share, and those that the first step changed.
+        self._kept_objects = Values([])
+        self._shared_objects: list[Any] = []
         # How often the structure of a call's result has changed.
         self._changes: collections.Counter[Any] = collections.Counter()
 
@@ -337,32 +341,44 @@ class Modules:
         self._learned.clear()
         if self._attributes is not None:
             self._attributes.warn(self.names, self.owners, self._rank)
-            self.keepers |= self._attributes.keepers()
             # What was set once only, such as a table, is not sent each time.
             for number, times in self._times_set.items():
                 self._often[number] = {name for name in times if times[name] > 1}
             self._attributes = None
-        self.shared = None
+        if self.shared is not None:
+            self.keepers |= {one for one in self.shared.changed if one >= 0}
+            self._shared_objects = self.shared.objects(changed=True)
+            self.shared = None
 
-    def begin_step(self, looks: bool, again: bool) -> None:
+    def begin_step(self, looks: bool, again: bool, body: Callable[..., Any] | None) -> None:
         """Begins to note what happens in a step.
 
         Args:
             again: the step is run a second time, with what modules kept before the first.
             looks: warn of parameters that are not of the model, and of attributes that are set
                 where modules do not live.
+            body: of the step, if there are several partitions; None with one.
         """
         # The second attempt of a first step is still the first that ends.
         self._looks = looks = looks or (again and self._looks)
         self._attributes = Attributes(self.by_number) if looks else None
-        self.shared = SharedState(self.by_number) if looks else None
         if again:
             for before in self._kept.values():
                 before.restore()
+            self._kept_objects.restore()
+        self.shared = None
+        if looks and body is not None:
+            self.shared = SharedState(
+                *(self.by_number, self.names, self._owner_of, self._rank, body)
+            )
+        kept = range(len(self.by_number)) if looks else self.keepers | self.setters
         self._kept = {
             one: CallAttributes(self.names[one], self.by_number[one], self._in_place.get(one, ()))
-            for one in self.keepers | self.setters
+            for one in kept
         }
+        if self.shared is not None:
+            self._shared_objects = self.shared.objects(changed=False)
+        self._kept_objects = Values(self._shared_objects)
         self.buffers_read.clear()
         self.out_of_order.clear()
         self._called_last.clear()
@@ -380,6 +396,8 @@ class Modules:
         looks = self._attributes is not None
         if not (looks or self.setters) or method.startswith(_READS) or method == DIFFERENTIATE:
             return {}
+        if self.shared is not None:
+            self.shared.begin_call()
         inside = self._inside.get(number)
         if inside is None:
             parts = self.by_number[number].modules()
@@ -403,6 +421,8 @@ class Modules:
             reply: to the call; it has what the caller gets.
             caller: the rank.
         """
+        if self.shared is not None:
+            self.shared.look(waits=False)
         if reply.objects is not None:
             self.setters.update(reply.objects[2])
         for number, one in attributes.items():
@@ -459,6 +479,9 @@ class Modules:
         Args:
             roots: tensors or gradient edges, where the pass begins.
         """
+        frame = self._frame()
+        if self.shared is not None and frame is not None and not frame.path:
+            self.shared.look(waits=True)
         if not self._looks:
             return
         todo = [
@@ -639,7 +662,7 @@ class Modules:
             with seeded(draw_seed()):
                 return self._original(number, method, args, kwargs)
         if self.shared is not None:
-            self.shared.look(self.owners, self._rank)
+            self.shared.look(waits=True)
         return self._remote(frame, owner, number, method, args, kwargs)
 
     def call_recomputed(self, number: int, args: Any, kwargs: Any, preserve: bool) -> Any:
@@ -732,6 +755,9 @@ class Modules:
                         "hooks before the step, on all ranks"
                     )
 
+    def _owner_of(self, number: int) -> int | None:
+        return self.owners[number]
+
     def lives_here(self, number: int) -> bool:
         """Says whether calls of a module that are made here run here."""
         return self.owners[number] in (None, self._rank)
@@ -821,6 +847,7 @@ class Modules:
         # Other tensors count their changes; see `version_of`.
         may_change = number in self._awaited or not all(map(is_immutable, objects))
         try:
+            structure = without_repeats(structure, tensors)
             structure, objects = packed(structure, tensors, objects, self.number_of)
         except Exception:
             who = f"module {self.names[number]!r} gets"
@@ -1180,38 +1207,18 @@ def _in_step() -> Modules | None:
 
 
 def _parameters_used(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yields the parameters that a module's code can find from its attributes."""
+    """Yields the parameters to which a module's code can get."""
     left: list[Any] = [module]
-    seen = set()
+    seen: dict[int, Any] = {}  # the objects, too: `references` may make one, whose id comes again
     while left:
         value = left.pop()
         if id(value) in seen:
             continue
-        seen.add(id(value))
+        seen[id(value)] = value
         if isinstance(value, nn.Parameter):
             yield value
-        elif isinstance(value, nn.Module):
-            left.append(vars(value))
-        elif isinstance(value, dict):
-            left += dict.values(value)
-        elif isinstance(value, list | tuple | set | frozenset | collections.deque):
-            left += value
-        elif isinstance(value, functools.partial):
-            left += value.func, value.args, value.keywords
-        elif isinstance(value, types.MethodType):
-            left.append(value.__self__)
-        elif isinstance(value, weakref.ref):
-            left.append(value())
-        elif isinstance(value, types.FunctionType):
-            left += [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
-
-
-def _is_set(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+        else:
+            left += [one for _, one in references(value)]
 
 
 class _RemoteForward:

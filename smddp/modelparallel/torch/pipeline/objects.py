@@ -28,7 +28,12 @@ from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.failure import summary
 from smddp.modelparallel.torch.activations.object_values import ObjectValues, make_change
 from smddp.modelparallel.torch.common.buffers import version_of
-from smddp.modelparallel.torch.common.structure import Structure, flatten, rebuild
+from smddp.modelparallel.torch.common.structure import (
+    Structure,
+    flatten,
+    rebuild,
+    without_repeats,
+)
 from smddp.modelparallel.torch.pipeline.attributes import CallAttributes
 from smddp.modelparallel.torch.pipeline.protocol import raise_if_unpicklable
 
@@ -352,6 +357,7 @@ def flatten_reply(
             changed = ("o", len(objects) - 1)
         rest = [flatten(one, tensors, objects) for one in (reply.tensors, reply.records)]
         structure = ("n", Reply, (structure, changed, *rest))
+    structure = without_repeats(structure, tensors)
     if all(map(is_immutable, objects)):
         return structure, objects
     try:

@@ -1,9 +1,10 @@
-"""What code of several microbatches shares: lists and other objects that hooks and modules fill.
+"""What code of several microbatches shares: attributes, lists and other objects, and variables.
 
-While a call waits for another rank, code of the next microbatch runs. It must not find a list that
-code of this one has begun to fill. So the first step of a function, whose microbatches run one
-after the other, is watched: if such an object has changed when a call leaves this rank, the later
-steps run like the first.
+While code waits for another rank, code of the next microbatch runs. It must not find what code of
+this one has set. And code of one rank does not see what code of another one sets. So the first step
+of a function, whose microbatches run one after the other, is watched. If code changes the same
+thing in several microbatches before it waits, the later steps run like the first. If modules of
+another rank use it, too, a warning says that they do not see the change.
 """
 
 from __future__ import annotations
@@ -19,104 +20,215 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from smddp.modelparallel.torch.common.buffers import version_of
+from smddp.modelparallel.torch.pipeline.references import (
+    OF_TORCH,
+    has_attributes,
+    references,
+    variables_of,
+)
+
 __all__ = ["SharedState"]
 
-# More is not looked for in an object: a data set or a table of constants.
-_MOST_ENTRIES = 1000
 # A list of lists that an object holds.
 _DEEPEST = 3
+# What uses an object, in place of the number of a module: the body of the step, which runs on rank
+# 0 of the pipeline, or code that runs on any rank, such as a hook.
+_BODY, _ANY = -1, -2
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_CONTAINERS = (list, dict, set, collections.deque)
+
+
+class _Entry:
+    """What can change.
+
+    Attributes:
+        what: what refers to it, for messages.
+        value: a container, an object, a module for its attributes, or a function for its variables.
+        users: the numbers of the modules whose code can get to it.
+        before: what it held when it was last noted.
+        times: in how many microbatches it has changed before code waited.
+        last: the last of these microbatches.
+        changed: has it changed at all?
+    """
+
+    __slots__ = ("before", "changed", "last", "times", "users", "value", "what")
+
+    def __init__(self, what: str, value: Any) -> None:
+        self.what, self.value = what, value
+        self.users: set[int] = set()
+        self.before: dict[Any, Any] = {}
+        self.times = 0
+        self.last = -1
+        self.changed = False
 
 
 class SharedState:
-    """The objects of the caller's code that outlive a microbatch, in a first step.
-
-    These are lists, dicts, sets, deques, and objects of the user's own classes, to which attributes
-    of modules, hooks of modules, their variables, or a ContextVar refer.
+    """What outlives a microbatch and may change, in the first step of a function.
 
     Attributes:
-        changes: has one been found to change before a call of another rank?
+        in_order: have microbatches to run one after the other?
+        changed: the numbers of the modules whose code can get to what has changed in the step.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        """Finds them, at the beginning of the step."""
-        self.changes = False
-        # What refers to an object, the object, and the numbers of the modules whose attributes do;
-        # None for everything else.
-        self._found: dict[int, tuple[str, Any, set[int | None]]] = {}
-        for number, module in enumerate(modules):
-            for name, value in vars(module).items():
-                if name not in _OF_TORCH:
-                    what = f"attribute {name!r} of a {type(module).__name__}"
-                    self._add(what, value, number, 0)
-        for hook in _hooks(modules):
-            for name, value in _variables_of(hook):
-                self._add(f"variable {name!r} of hook {_name(hook)}", value, None, 0)
-        for variable, value in contextvars.copy_context().items():
-            self._add(f"ContextVar {variable.name!r}", value, None, 0)
-        self._before: dict[int, list[Any]] = {}
-        self.begin_microbatch()
-
-    def begin_microbatch(self) -> None:
-        """Notes what they hold."""
-        if not self.changes:
-            self._before = {key: _content(value) for key, (_, value, _) in self._found.items()}
-
-    def look(self, owners: Sequence[int | None], rank: int) -> None:
-        """Compares them, as a call leaves this rank; warns once.
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        names: Sequence[str],
+        owner_of: Callable[[int], int | None],
+        rank: int,
+        body: Callable[..., Any],
+    ) -> None:
+        """Finds it, at the beginning of the step.
 
         Args:
-            owners: of the modules. What modules of other ranks set comes with results, and each
-                microbatch finds its own.
+            modules: by number.
+            names: of the modules.
+            owner_of: returns the owner of a module, once the model is divided.
             rank: of this process in the pipeline.
+            body: the function whose step this is.
         """
-        if self.changes:
-            return
-        for key, (what, value, numbers) in self._found.items():
-            if all(one is not None and owners[one] not in (None, rank) for one in numbers):
+        self.in_order = False
+        self.changed: set[int] = set()
+        self._owner_of, self._rank = owner_of, rank
+        self._names = names
+        self._warned = False
+        self._microbatch = 0
+        self._found: dict[int, _Entry] = {}
+        classes: dict[type, set[int]] = {}
+        for number, module in enumerate(modules):
+            classes.setdefault(type(module), set()).add(number)
+            self._add("", module, {number}, 0)
+        for kind, numbers in classes.items():
+            self._add(f"{kind.__name__}", kind, numbers, 0)
+        self._add(f"variables of {_name(body)}", body, {_BODY}, 0)
+        for hook in _hooks(modules):
+            self._add(f"variables of hook {_name(hook)}", hook, {_ANY}, 0)
+        for variable, value in contextvars.copy_context().items():
+            self._add(f"ContextVar {variable.name!r}", value, {_ANY}, 0)
+        self._add("torch.get_default_dtype()", _DEFAULT_DTYPE, {*range(len(modules))}, 0)
+        self._note()
+
+    def objects(self, changed: bool) -> list[Any]:
+        """Returns the objects to which code of modules and hooks can get.
+
+        Args:
+            changed: only those that have changed in this step?
+        """
+        return [
+            entry.value
+            for entry in self._found.values()
+            if entry.users != {_BODY} and (entry.changed or not changed)
+        ]
+
+    def end_microbatch(self) -> None:
+        """Begins to look for changes of the next microbatch."""
+        self.begin_call()
+        self._microbatch += 1
+
+    def begin_call(self) -> None:
+        """Begins to look for changes of code that another rank has called."""
+        self.look(waits=False)
+        self._note()
+
+    def _note(self) -> None:
+        for entry in self._found.values():
+            entry.before = _content(entry.value)
+
+    def look(self, waits: bool) -> None:
+        """Looks for changes; warns of the first one.
+
+        Args:
+            waits: code of the next microbatch may run before the code that runs now goes on.
+        """
+        for entry in self._found.values():
+            now = _content(entry.value)
+            name = _difference(entry.before, now)
+            if name is None:
                 continue
-            if not _same(self._before[key], _content(value)):
-                self.changes = True
-                warnings.warn(
-                    f"code of a step changes what microbatches share ({what}) before it calls a "
-                    "module on another rank: the microbatches of this step function run one after "
-                    "the other, as in one process. They overlap if the forward method makes such "
-                    "an object anew in each call",
-                    stacklevel=2,
-                )
-                return
+            # What modules of other ranks set comes with results, and each microbatch finds its own.
+            elsewhere = [one for one in entry.users if self._owner(one) not in (None, self._rank)]
+            if len(elsewhere) == len(entry.users):
+                continue
+            entry.changed = True
+            self.changed |= entry.users
+            if elsewhere:
+                self._say_unseen(entry, name, elsewhere)
+            # A body knows that it runs once for each microbatch, and each has its ContextVars.
+            alone = entry.users == {_BODY} or isinstance(entry.value, contextvars.ContextVar)
+            if not waits or alone or entry.last == self._microbatch:
+                continue
+            entry.last = self._microbatch
+            entry.times += 1
+            if entry.times == 2:
+                self._say_order(entry, name)
 
-    def _add(self, what: str, value: Any, number: int | None, depth: int) -> None:
-        if depth > _DEEPEST or not _is_watched(value):
+    def _owner(self, user: int) -> int | None:
+        if user == _BODY:
+            return 0
+        return None if user == _ANY else self._owner_of(user)
+
+    def _say_order(self, entry: _Entry, name: str) -> None:
+        if self.in_order:
             return
-        _, _, numbers = self._found.setdefault(id(value), (what, value, set()))
-        if number in numbers:
+        self.in_order = True
+        warnings.warn(
+            f"code of a step changes what microbatches share ({_text(entry, name)}) and then waits "
+            "for another rank: the microbatches of this step function run one after the other, as "
+            "in one process. They overlap if the forward method makes such an object anew in each "
+            "call",
+            stacklevel=2,
+        )
+
+    def _say_unseen(self, entry: _Entry, name: str, elsewhere: Sequence[int]) -> None:
+        if self._warned:
             return
-        numbers.add(number)
-        for entry in _content(value):
-            self._add(what, entry, number, depth + 1)
+        self._warned = True
+        user = min(elsewhere)
+        who = "The body" if user == _BODY else f"Module {self._names[user]!r}"
+        warnings.warn(
+            f"code of rank {self._rank} of the pipeline has changed {_text(entry, name)} in a "
+            f"step. {who} on rank {self._owner(user)}, whose code can read that, does not see the "
+            "change, and its results may be others than in one process. Pass it as an argument of "
+            "the forward method, and return it",
+            stacklevel=2,
+        )
+
+    def _add(self, what: str, value: Any, users: set[int], depth: int) -> None:
+        if depth > _DEEPEST or isinstance(value, (*_PLAIN, torch.Tensor, types.ModuleType)):
+            return
+        if isinstance(value, nn.Module) and (depth or what):
+            return  # it has a number of its own, or is not of the model
+        entry = self._found.get(id(value))
+        if entry is None:
+            entry = self._found[id(value)] = _Entry(what, value)
+        if users <= entry.users:
+            return
+        entry.users |= users
+        inner = depth + (isinstance(value, (*_CONTAINERS, tuple)) or has_attributes(value))
+        for name, one in references(value):
+            self._add(_named(what, name, value), one, users, inner)
 
 
-# Attributes of modules that torch itself, or smp, keeps.
-_OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
+class _DefaultDtype:
+    """Stands for torch's setting."""
 
 
-def _variables_of(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the variables outside a function that its code uses, with their names."""
-    if isinstance(function, types.MethodType):
-        if not isinstance(function.__self__, nn.Module):
-            yield "self", function.__self__
-        function = function.__func__
-    if not isinstance(function, types.FunctionType):
-        yield "self", function  # an object that is called
-        return
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not set yet
-            continue
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
+_DEFAULT_DTYPE = _DefaultDtype()
+
+
+def _named(what: str, name: str, value: Any) -> str:
+    if isinstance(value, nn.Module):
+        return f"attribute {name!r} of a {type(value).__name__}"
+    if isinstance(value, types.FunctionType):
+        return f"variable {name!r} of {_name(value)}"
+    return what
+
+
+def _text(entry: _Entry, name: str) -> str:
+    if isinstance(entry.value, nn.Module | types.FunctionType):
+        return _named(entry.what, name, entry.value)
+    return entry.what
 
 
 def _hooks(modules: Sequence[nn.Module]) -> Iterator[Callable[..., Any]]:
@@ -127,39 +239,49 @@ def _hooks(modules: Sequence[nn.Module]) -> Iterator[Callable[..., Any]]:
     yield from torch_module._global_forward_pre_hooks.values()
 
 
-def _name(hook: Any) -> str:
-    return repr(getattr(hook, "__qualname__", type(hook).__name__))
+def _name(function: Any) -> str:
+    return repr(getattr(function, "__qualname__", type(function).__name__))
 
 
-def _is_watched(value: Any) -> bool:
-    if isinstance(value, list | dict | set | collections.deque):
-        return len(value) <= _MOST_ENTRIES
-    if isinstance(value, torch.Tensor | nn.Module | type | types.ModuleType | types.FunctionType):
-        return False
-    return isinstance(getattr(value, "__dict__", None), dict) and not _is_of(type(value))
-
-
-def _is_of(kind: type) -> bool:
-    """Says whether a class is of Python, torch, or smp: their objects have other rules."""
-    return kind.__module__.partition(".")[0] in {"builtins", "torch", "smddp", "functools"}
-
-
-def _content(value: Any) -> list[Any]:
-    """Returns what an object holds."""
+def _content(value: Any) -> dict[Any, Any]:
+    """Returns what can change in an object, in a form in which `_difference` can compare it."""
     if isinstance(value, dict):
-        return [*dict.keys(value), *dict.values(value)]
-    if isinstance(value, list | set | collections.deque):
-        return list(value)
-    own = vars(value)
-    return [*own.keys(), *own.values()]
+        return {key: _state(one) for key, one in dict.items(value)}
+    if isinstance(value, list | collections.deque):
+        return dict(enumerate(map(_state, value)))
+    if isinstance(value, set):
+        return dict.fromkeys(value)
+    if isinstance(value, nn.Module):
+        own = vars(value)
+        return {name: _state(one) for name, one in own.items() if name not in OF_TORCH}
+    if isinstance(value, types.FunctionType):
+        return {name: _state(one) for name, one in variables_of(value)}
+    if isinstance(value, contextvars.ContextVar):
+        return {"": _state(value.get(None))}
+    if value is _DEFAULT_DTYPE:
+        return {"": torch.get_default_dtype()}
+    if isinstance(value, type) or has_attributes(value):
+        return {name: _state(one) for name, one in vars(value).items()}
+    return {}
 
 
-def _same(before: list[Any], now: list[Any]) -> bool:
-    """Compares numbers and texts by value, everything else by identity."""
-    if len(before) != len(now):
-        return False
-    plain = (bool, int, float, str)
-    return all(
-        one is other or (type(one) is type(other) and isinstance(one, plain) and one == other)
-        for one, other in zip(before, now, strict=True)
-    )
+def _state(value: Any) -> Any:
+    return (value, version_of(value)) if type(value) is torch.Tensor else value
+
+
+def _difference(before: dict[Any, Any], now: dict[Any, Any]) -> str | None:
+    """Returns what differs: an attribute, for instance; None if nothing does.
+
+    Compares numbers and texts by value, tensors by their version, everything else by identity.
+    """
+    if before.keys() != now.keys():
+        return str(next(iter(before.keys() ^ now.keys())))
+    for key, one in now.items():
+        other = before[key]
+        if one is other or (isinstance(one, _PLAIN) and type(one) is type(other) and one == other):
+            continue
+        tensors = type(one) is type(other) is tuple and len(one) == len(other) == 2
+        if tensors and one[0] is other[0] and one[1] is other[1]:
+            continue
+        return str(key)
+    return None
