@@ -336,7 +336,7 @@ class Sets(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns a tensor of the shape of x."""
-        global FACTOR  # noqa: PLW0603
+        global FACTOR
         value = 1.0 + float(x.abs().mean())
         if self.how == "object":
             self.scale.value = value

@@ -408,7 +408,7 @@ class Modules:
                 self.names[one], self.by_number[one], often=self._often.setdefault(one, set())
             )
             for one in inside
-            if (looks or one in self.setters) and self.owners[one] != caller
+            if looks or one in self.setters
         }
 
     def note_attributes(

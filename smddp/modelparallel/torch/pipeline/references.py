@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["OF_TORCH", "has_attributes", "references", "variables_of"]
+__all__ = ["OF_TORCH", "Variable", "has_attributes", "is_of_library", "references", "variables_of"]
 
 # Attributes of modules that torch itself, or smp, keeps.
 OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
@@ -42,8 +42,7 @@ def references(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
         yield from _of_module(value)
     elif isinstance(value, types.FunctionType):
-        if not _is_of_library(value.__module__):
-            yield from variables_of(value)
+        yield from _of_function(value)
     elif isinstance(value, types.MethodType):
         yield "self", value.__self__
         yield "function", value.__func__
@@ -74,10 +73,10 @@ def has_attributes(value: Any) -> bool:
     if isinstance(value, torch.Tensor | types.ModuleType | types.FunctionType | type):
         return False
     own = getattr(value, "__dict__", None)
-    return isinstance(own, dict) and not _is_of_library(type(value).__module__)
+    return isinstance(own, dict) and not is_of_library(type(value).__module__)
 
 
-def _is_of_library(module: str | None) -> bool:
+def is_of_library(module: str | None) -> bool:
     """Says whether a Python module is Python's own, or of torch, numpy or smp.
 
     Args:
@@ -86,23 +85,52 @@ def _is_of_library(module: str | None) -> bool:
     return module is None or module.partition(".")[0] in _LIBRARIES
 
 
-def variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yields the variables outside a function that its code uses, and its default arguments.
+class Variable:
+    """A variable outside a function, which may have another value later.
+
+    Attributes:
+        name: as the code has it.
+        key: the same for functions that share the variable.
+    """
+
+    __slots__ = ("_place", "key", "name")
+
+    def __init__(self, name: str, place: dict[str, Any] | types.CellType) -> None:
+        self.name, self._place = name, place
+        self.key = id(place), name if isinstance(place, dict) else ""
+
+    @property
+    def value(self) -> Any:
+        """What it is now; None if it is not set."""
+        if isinstance(self._place, dict):
+            return self._place.get(self.name)
+        try:
+            return self._place.cell_contents
+        except ValueError:
+            return None
+
+
+def variables_of(function: types.FunctionType) -> Iterator[Variable]:
+    """Yields the variables outside a function that its code uses; not those of Python's builtins.
 
     Args:
         function: any function of Python.
     """
     cells = function.__closure__ or ()
     for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not set yet
-            continue
+        yield Variable(name, cell)
     for name in _globals_in(function.__code__):
         if name in function.__globals__:
-            yield name, function.__globals__[name]
-    for number, one in enumerate(function.__defaults__ or ()):
-        yield f"default {number}", one
+            yield Variable(name, function.__globals__)
+
+
+def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    if is_of_library(function.__module__):
+        return
+    yield from ((one.name, one.value) for one in variables_of(function))
+    yield from (
+        (f"default {number}", one) for number, one in enumerate(function.__defaults__ or ())
+    )
     yield from (function.__kwdefaults__ or {}).items()
 
 
@@ -117,13 +145,13 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
-    if _is_of_library(kind.__module__):
+    if is_of_library(kind.__module__):
         return
     for base in kind.__mro__:
-        if not _is_of_library(base.__module__):
+        if not is_of_library(base.__module__):
             yield from ((name, one) for name, one in vars(base).items() if _is_data(name, one))
     if issubclass(kind, nn.Module):
-        yield from ((function.__name__, function) for function in _methods(kind))
+        yield from ((function.__name__, function) for function in _methods(kind))  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -136,7 +164,7 @@ def _methods(kind: type[nn.Module]) -> tuple[types.FunctionType, ...]:
         function = getattr(kind, name, None)
         if name in found or not isinstance(function, types.FunctionType):
             continue
-        if _is_of_library(function.__module__):
+        if is_of_library(function.__module__):
             continue
         found[name] = function
         left += function.__code__.co_names

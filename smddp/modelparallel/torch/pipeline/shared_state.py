@@ -23,7 +23,9 @@ from torch.nn.modules import module as torch_module
 from smddp.modelparallel.torch.common.buffers import version_of
 from smddp.modelparallel.torch.pipeline.references import (
     OF_TORCH,
+    Variable,
     has_attributes,
+    is_of_library,
     references,
     variables_of,
 )
@@ -44,7 +46,7 @@ class _Entry:
 
     Attributes:
         what: what refers to it, for messages.
-        value: a container, an object, a module for its attributes, or a function for its variables.
+        value: a container, an object, a module for its attributes, or a variable.
         users: the numbers of the modules whose code can get to it.
         before: what it held when it was last noted.
         times: in how many microbatches it has changed before code waited.
@@ -94,7 +96,7 @@ class SharedState:
         self._names = names
         self._warned = False
         self._microbatch = 0
-        self._found: dict[int, _Entry] = {}
+        self._found: dict[Any, _Entry] = {}
         classes: dict[type, set[int]] = {}
         for number, module in enumerate(modules):
             classes.setdefault(type(module), set()).add(number)
@@ -199,15 +201,23 @@ class SharedState:
             return
         if isinstance(value, nn.Module) and (depth or what):
             return  # it has a number of its own, or is not of the model
-        entry = self._found.get(id(value))
-        if entry is None:
-            entry = self._found[id(value)] = _Entry(what, value)
-        if users <= entry.users:
+        if self._note_users(id(value), what, value, users):
             return
-        entry.users |= users
+        if isinstance(value, types.FunctionType) and not is_of_library(value.__module__):
+            for one in variables_of(value):
+                self._note_users(one.key, _named("", one.name, value), one, users)
         inner = depth + (isinstance(value, (*_CONTAINERS, tuple)) or has_attributes(value))
         for name, one in references(value):
             self._add(_named(what, name, value), one, users, inner)
+
+    def _note_users(self, key: Any, what: str, value: Any, users: set[int]) -> bool:
+        """Notes who can get to something; says whether all of that is known."""
+        entry = self._found.get(key)
+        if entry is None:
+            entry = self._found[key] = _Entry(what, value)
+        known = users <= entry.users
+        entry.users |= users
+        return known
 
 
 class _DefaultDtype:
@@ -226,9 +236,7 @@ def _named(what: str, name: str, value: Any) -> str:
 
 
 def _text(entry: _Entry, name: str) -> str:
-    if isinstance(entry.value, nn.Module | types.FunctionType):
-        return _named(entry.what, name, entry.value)
-    return entry.what
+    return _named(entry.what, name, entry.value)
 
 
 def _hooks(modules: Sequence[nn.Module]) -> Iterator[Callable[..., Any]]:
@@ -254,10 +262,10 @@ def _content(value: Any) -> dict[Any, Any]:
     if isinstance(value, nn.Module):
         own = vars(value)
         return {name: _state(one) for name, one in own.items() if name not in OF_TORCH}
-    if isinstance(value, types.FunctionType):
-        return {name: _state(one) for name, one in variables_of(value)}
     if isinstance(value, contextvars.ContextVar):
         return {"": _state(value.get(None))}
+    if isinstance(value, Variable):
+        return {"": _state(value.value)}
     if value is _DEFAULT_DTYPE:
         return {"": torch.get_default_dtype()}
     if isinstance(value, type) or has_attributes(value):
