@@ -451,6 +451,54 @@ def test_two_names_of_one_tensor() -> None:
         torch.testing.assert_close(found, expected)
 
 
+class KeepsLate(nn.Module):
+    """Keeps results of its layers in a list that microbatches share, from some step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.kept: list[Tensor] = []
+        self.keeps = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a number."""
+        kept = self.kept if self.keeps else []
+        kept.clear()
+        kept.append(self.last(self.first(x)))
+        y = self.last(x)
+        float(y.detach().sum())  # other microbatches run meanwhile
+        kept.append(y)
+        return torch.stack([one.sum() for one in kept]).square().sum()
+
+
+def keeps_late(pp: int) -> Any:
+    smp.init({"partitions": pp, "microbatches": 4, **MANUAL})
+    torch.manual_seed(0)
+    module = KeepsLate()
+    model = smp.DistributedModel(module)
+    smp.set_partition(module.last, pp - 1)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Any:
+        loss = model(x)
+        model.backward(loss)
+        return loss.detach()
+
+    found = []
+    for number in range(4):
+        module.keeps = number > 1
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+        found += step(model, x).outputs
+    return found
+
+
+def test_a_tensor_of_another_microbatch() -> None:
+    """Its values may not have been asked for, and its own microbatch may wait for them."""
+    (expected,) = check_ranks(keeps_late, "1", 1)
+    for found in check_ranks(keeps_late, "2", 2):
+        torch.testing.assert_close(found, expected)
+
+
 class Other:
     """What no message carries as an attribute."""
 

@@ -19,7 +19,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smddp.modelparallel.core.baton import Ticket
 from smddp.modelparallel.core.errors import SMPUsageError
-from smddp.modelparallel.core.failure import ArgumentChangedError, DifferentiatedTwiceError
+from smddp.modelparallel.core.failure import (
+    ArgumentChangedError,
+    DifferentiatedTwiceError,
+    OrderMattersError,
+)
 from smddp.modelparallel.torch.common.buffers import version_of
 from smddp.modelparallel.torch.common.structure import flatten, rebuild
 from smddp.modelparallel.torch.pipeline import passes
@@ -545,7 +549,18 @@ class _CallerCollector(Collector):
         self.reach: frozenset[str] = frozenset()
 
     def fetch(self) -> dict[TensorId, torch.Tensor]:
-        """Sends the graph if that has not been done, and fills in all lazy tensors."""
+        """Sends the graph if that has not been done, and fills in all lazy tensors.
+
+        Raises:
+            OrderMattersError: code of another microbatch needs a value of this one. It has found
+                the tensor in an object that microbatches share.
+        """
+        task = self._caller._services.baton.task
+        if task is not None and task.frame.microbatch != self._frame.microbatch:
+            raise OrderMattersError(
+                f"microbatch {task.frame.microbatch} uses a tensor of microbatch "
+                f"{self._frame.microbatch}"
+            )
         if self.sent is None:
             self._caller.send(self._frame)
         assert self.sent is not None
