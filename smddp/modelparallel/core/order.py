@@ -298,7 +298,7 @@ class Follower(_Observed):
         self._ended: set[int] = set()  # their numbers
         self._over = False  # has the leader announced everything?
         self._since: float | None = None  # when this rank had nothing to run, and still has not
-        # What to tell, and has it been found out in this step?
+        # The text about a replica that differs; and has that been found out in this step?
         self._verdict: str = ""
         self._found = self._complete = False
 
