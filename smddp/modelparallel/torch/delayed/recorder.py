@@ -298,8 +298,8 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
                     raise
                 result = args[0]
             else:
-                # An operation that fails on shapes alone may succeed on values; else its own error is
-                # raised.
+                # An operation that fails on shapes alone may succeed on values; else its own error
+                # is raised.
                 found = self._on_values(func, leaves, spec)
                 return torch.utils._pytree.tree_map_only(torch.Tensor, self.delay, found)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]

@@ -528,7 +528,7 @@ class _Rank:
         count = len(profile.at)
         if choices.degree == 1:
             return np.zeros(count)
-        # The parameters that the module of a visit gathers itself; the order in which visits gather.
+        # The parameters that the module of a visit gathers; the order in which visits gather.
         own = [
             [n for n in facts.own[v.module] if self._divided(n)] if v.module >= 0 else []
             for v in profile.visits
