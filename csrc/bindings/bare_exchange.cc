@@ -82,7 +82,7 @@ std::string nameOf(size_t rank, int socket) {
   return found ? fmt::format("rank {} at {}", rank, host.data()) : fmt::format("rank {}", rank);
 }
 
-// What allreduce over TCP cannot do without: each rank sends every other rank its shard of the vector, sums its own
+// The least work of an allreduce over TCP: each rank sends every other rank its shard of the vector, sums its own
 // shard as the others' values arrive, and sends the sums to all. Sockets and vector belong to the caller.
 //
 // Runs on the thread that calls it, and sleeps in poll() when nothing can move. After an error the connections hold
@@ -112,7 +112,7 @@ class BareExchange {
   std::vector<pollfd> polled_;
   bool isUsable_ = true;
 
-  // Of the current exchange.
+  // The state of the current exchange.
   Bytes own_;  // this rank's shard
   size_t summed_ = 0;
 };

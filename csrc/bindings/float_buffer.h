@@ -1,4 +1,4 @@
-// What the bare loops take from Python.
+// Checks the buffers that the bare loops take from Python.
 #pragma once
 
 #include <pybind11/pybind11.h>

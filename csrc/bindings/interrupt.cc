@@ -28,7 +28,8 @@ void runSignalHandlers() {
 }  // namespace
 
 void endPythonOf(const char* threadName) {
-  // PyThreadState_SetAsyncExc() changes no list of threads, but takes the lock of it: so the numbers are collected first.
+  // PyThreadState_SetAsyncExc() changes no list of threads, but takes the lock of it: so the numbers are collected
+  // first.
   std::vector<unsigned long> found;
   for (auto* thread = PyInterpreterState_ThreadHead(PyInterpreterState_Get()); thread != nullptr;
        thread = PyThreadState_Next(thread)) {

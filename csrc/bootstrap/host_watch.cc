@@ -19,8 +19,8 @@ namespace {
 
 // After so long without a look nothing is known of the time between.
 constexpr Nanoseconds kPause = 10 * HostWatch::kPeriod;
-// After so long an attempt is given up, which bounds the descriptors: one attempt is made per period. Where answers take
-// longer, those of the lifeline come all the same.
+// After so long an attempt is given up, which bounds the descriptors: one attempt is made per period. Where answers
+// take longer, those of the lifeline come all the same.
 constexpr Nanoseconds kAttemptLife = 5 * HostWatch::kPeriod;
 
 // TCP_ESTABLISHED, which <linux/tcp.h> lacks.
@@ -49,7 +49,7 @@ std::span<const std::byte> addressOf(const Endpoint& host) {
       std::span(&reinterpret_cast<const sockaddr_in6&>(host.storage).sin6_addr, 1));
 }
 
-// What a connection has moved, if it leads to `host`. `message` is one of the kernel's.
+// Counts the bytes that a connection has moved; 0 if it does not lead to `host`. `message` comes from the kernel.
 uint64_t movedOn(const nlmsghdr& message, const Endpoint& host) {
   if (message.nlmsg_len < NLMSG_LENGTH(sizeof(inet_diag_msg))) return 0;
   const auto* socket = static_cast<const inet_diag_msg*>(NLMSG_DATA(&message));

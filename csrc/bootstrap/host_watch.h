@@ -10,7 +10,8 @@
 // time. Any TCP connection between the two hosts counts, also of other processes (the kernel lists them): a link whose
 // queues hold the data of seconds is slow, not broken.
 //
-// Threads: those of the lifeline. Errors: none; what cannot be asked, for want of descriptors, does not count as silence.
+// Threads: those of the lifeline. Errors: none; what cannot be asked, for want of descriptors, does not count as
+// silence.
 #pragma once
 
 #include <cstdint>
@@ -33,8 +34,8 @@ class HostWatch {
   // Between two looks.
   static constexpr Nanoseconds kPeriod = 100'000'000;
 
-  // Call it repeatedly while waiting for the peer: looks for answers, and asks again, once per period. `lifeline` is the
-  // connection to the peer, `host` the address of its lifeline.
+  // Call it repeatedly while waiting for the peer: looks for answers, and asks again, once per period. `lifeline` is
+  // the connection to the peer, `host` the address of its lifeline.
   void look(const FileDescriptor& lifeline, Endpoint& host, Nanoseconds now);
   // The process has answered.
   void onEcho() { processSilence_ = 0; }

@@ -27,7 +27,7 @@ struct Introduction {
   // processes have already reached each other's memory (locality.h).
   std::string nodeName;
   uint64_t nodeAgreement = 0;
-  // Those settings that must be equal on all ranks and differ from their default, as "NAME=value\n"… .
+  // The settings that must be equal on all ranks and differ from their default, as "NAME=value\n"… .
   std::string settings;
   std::vector<std::byte> slab;      // mates attach our memory with this
   std::vector<std::byte> fabric;    // our address for other nodes; empty: single node only
@@ -52,8 +52,8 @@ std::string listRanks(const std::vector<Rank>& ranks);
 // Throws Mismatch unless two ranks can work together: the same version, settings, size of the group.
 void checkAgreement(const Introduction& first, const Introduction& second);
 
-// The number of a group's rank in the job, which texts have. `jobRanks` has them by rank; empty: the same. A number that is
-// no rank stays as it is.
+// The number of a group's rank in the job, which texts have. `jobRanks` has them by rank; empty: the same. A number
+// that is no rank stays as it is.
 inline Rank jobRankOf(std::span<const Rank> jobRanks, Rank rank) {
   const auto index = static_cast<size_t>(rank);
   return index < jobRanks.size() ? jobRanks[index] : rank;
@@ -61,13 +61,13 @@ inline Rank jobRankOf(std::span<const Rank> jobRanks, Rank rank) {
 
 // Names a rank for errors: "rank 3 (node7, pid 4711)".
 std::string describe(const Introduction& introduction);
-// The same for this process as a rank of the job.
+// Names this process as a rank of the job, in the same form.
 std::string describeThisProcess(Rank jobRank);
 
 // Throws Usage if a field is too long.
 std::vector<std::byte> serialise(const Introduction& introduction);
-// `jobRank` is the rank that wrote it. Throws Mismatch if that has another version of the library, Transport if the bytes
-// are malformed.
+// `jobRank` is the rank that wrote it. Throws Mismatch if that has another version of the library, Transport if the
+// bytes are malformed.
 Introduction parseIntroduction(std::span<const std::byte> blob, Rank jobRank);
 
 // Throws Mismatch if ranks differ in version or settings. The text names two such ranks, and for each setting that

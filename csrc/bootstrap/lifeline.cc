@@ -29,10 +29,10 @@ bool sendAll(const FileDescriptor& socket, std::span<const std::byte> bytes) {
   return sent == static_cast<ssize_t>(bytes.size());
 }
 
-// Lets the kernel detect a vanished host for which nobody waits. It sends a keep-alive probe after 2 s of silence and then
-// every 2 s, and ends the connection after 10 s without an answer. A shorter limit could end the connection to a kernel
-// that is short of time or socket memory and drops a probe or two. After an interruption shorter than `hostTimeout` the
-// kernel may send again only when twice that time is over.
+// Lets the kernel detect a vanished host for which nobody waits. It sends a keep-alive probe after 2 s of silence and
+// then every 2 s, and ends the connection after 10 s without an answer. A shorter limit could end the connection to a
+// kernel that is short of time or socket memory and drops a probe or two. After an interruption shorter than
+// `hostTimeout` the kernel may send again only when twice that time is over.
 void enableKeepAlive(const FileDescriptor& socket, Nanoseconds hostTimeout) {
   const auto limit = std::max<int64_t>(10'000, 3 * hostTimeout / 1'000'000);
   const auto option = [&](int level, int name, int value) {
@@ -77,8 +77,8 @@ void Lifeline::listen(const std::string& localAddress) {
       ::getsockname(listener_.get(), endpoint_.address(), &size) != 0) {
     raiseErrno(ErrorKind::Transport, "cannot listen on {}", localAddress);
   }
-  // Connections without a hello stay in the kernel for a second, and those that end by then are never seen here. Else they
-  // would fill the queue of a process that is stopped. Without the option accept() drops them.
+  // Connections without a hello stay in the kernel for a second, and those that end by then are never seen here. Else
+  // they would fill the queue of a process that is stopped. Without the option accept() drops them.
   const int second = 1;
   (void)::setsockopt(listener_.get(), IPPROTO_TCP, TCP_DEFER_ACCEPT, &second, sizeof second);
   setEpoll(epoll_, EPOLL_CTL_ADD, listener_.get(), EPOLLIN, {.u64 = kListenerId});

@@ -2,9 +2,9 @@
 // dead.
 //
 // When a process dies, the kernel closes its sockets, and the peer's poll() sees that at once. If a host vanishes, a
-// process that waits for it and calls probe() gives it up after Options::hostTimeout (host_watch.h says how it is asked);
-// otherwise the kernel's keep-alive probes find it, after ten seconds or more. A process that leaves in order sends a
-// goodbye first.
+// process that waits for it and calls probe() gives it up after Options::hostTimeout (host_watch.h says how it is
+// asked); otherwise the kernel's keep-alive probes find it, after ten seconds or more. A process that leaves in order
+// sends a goodbye first.
 //
 // There is one connection per pair: the process with the smaller id connects. Both sides send a hello with both ids.
 // So a process is accepted only if it has read our address in the store (and has the job token, if there is one), and
@@ -75,8 +75,8 @@ class Lifeline {
   // Whether the peer was introduced, and is neither connected nor departed.
   bool isExpected(const ProcessId& process) const;
 
-  // Makes sure that the peer's host is still reached: if it is silent for too long, the peer departs. Call it repeatedly
-  // while waiting for the peer. True when it has been given up just now.
+  // Makes sure that the peer's host is still reached: if it is silent for too long, the peer departs. Call it
+  // repeatedly while waiting for the peer. True when it has been given up just now.
   bool probe(const ProcessId& process);
   // Lets a peer depart whose host is silent, and tells it so, if it can hear that.
   void giveUp(const ProcessId& process, const std::string& cause);

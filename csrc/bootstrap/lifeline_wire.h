@@ -1,4 +1,5 @@
-// The bytes of lifelines: the published address, the hello, the goodbye, the probe and its echo, the verdict on a silent host.
+// The bytes of lifelines: the published address, the hello, the goodbye, the probe and its echo, the verdict on a
+// silent host.
 #pragma once
 
 #include <netinet/in.h>

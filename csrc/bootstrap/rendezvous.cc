@@ -28,8 +28,8 @@ constexpr Nanoseconds kFirstPause = 200'000;
 constexpr Nanoseconds kPausePerRank = 200'000;
 constexpr Nanoseconds kLongestPause = 500'000'000;
 constexpr Nanoseconds kSlice = 50'000'000;
-// For keys that are set: only the store's answer is waited for. One process serves all ranks, perhaps on a machine that is
-// as busy as they are.
+// For keys that are set: only the store's answer is waited for. One process serves all ranks, perhaps on a machine that
+// is as busy as they are.
 constexpr Nanoseconds kAnswer = 60'000'000'000;
 constexpr Nanoseconds kGrace = 300'000'000;
 constexpr Nanoseconds kDeathIsKnown = 200'000'000;
@@ -375,7 +375,7 @@ void Rendezvous::raiseDeathOr(const Error& error) {
 void Rendezvous::raiseLoss(const char* what, const std::string& awaited) {
   if (!watch_) return;
   const std::vector<Loss> losses = watch_();
-  // What a rank did before it was lost counts.
+  // If a rank has set the key before it was lost, its loss does not matter here.
   if (losses.empty() || store_.contains(awaited)) return;
   for (const Loss& loss : losses) {
     const char* sign = what == kNodes ? kNodes : kIn;

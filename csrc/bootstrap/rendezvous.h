@@ -14,8 +14,8 @@
 //            superseded?      wait for its successor, start over
 //
 // A meeting is complete only after every rank has published in it, and no rank publishes in a closed one. So the values
-// that a slow rank reads there never change. Each rank uses a constant number of keys, and of calls except those that ask
-// whether a key is there.
+// that a slow rank reads there never change. Each rank uses a constant number of keys, and of calls except those that
+// ask whether a key is there.
 //
 // A rank that cannot take part, or meets a rank 0 that it cannot work with, leaves a note: under <epoch>/trouble while
 // the epoch is open, else under <epoch>/after for the ranks that wait for its successor. Ranks that wait look for
@@ -57,7 +57,7 @@ class Rendezvous {
     Error error;
     bool died = false;  // did not leave in order
   };
-  // What a rank looks at while it waits. May throw.
+  // A rank that waits calls this again and again. It returns the members that are lost, and may throw.
   using Watch = std::function<std::vector<Loss>()>;
 
   // The store is used during the calls below only. `timeout` bounds each of them. `jobRanks` has by rank the number in
@@ -77,7 +77,8 @@ class Rendezvous {
   // Call it before exchange(): `earlier` is a meeting of the same ranks, which some of them may still be in.
   void follow(const Rendezvous& earlier);
 
-  // After exchange(): tells the ranks that still call checkNotes() why this one cannot work with another. Throws nothing.
+  // After exchange(): tells the ranks that still call checkNotes() why this one cannot work with another. Throws
+  // nothing.
   void tell(const Error& error) noexcept;
   // Throws the error of a rank that has left a note. It asks the store.
   void checkNotes();

@@ -30,7 +30,7 @@ class Store {
   virtual int64_t add(const std::string& key, int64_t amount) = 0;
   // True if get() would return at once.
   virtual bool contains(const std::string& key) = 0;
-  // The same for all of these keys.
+  // True if get() would return at once for each of these keys.
   virtual bool containsAll(const std::vector<std::string>& keys) {
     return std::all_of(keys.begin(), keys.end(), [this](const auto& key) { return contains(key); });
   }

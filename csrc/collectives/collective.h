@@ -78,7 +78,8 @@ struct Shape {
   // The plan is chosen after the ranks of the node have arrived. It starts behind its preamble, so the preamble must
   // not copy anything.
   bool afterArrival = false;
-  // What travels between nodes. Others than fp32: only for reductions of float32 with SUM or AVG, on several nodes.
+  // The format of elements between nodes. A format other than fp32 is only for reductions of float32 with SUM or AVG,
+  // on several nodes.
   Wire wire = Wire::fp32;
   // Encodes with error feedback. The messages are the same without it, so ranks need not agree.
   bool feedback = false;

@@ -11,8 +11,9 @@ int64_t shardFloor(const plan::Limits& limits) { return wholeGranules(limits.mes
 
 // The chunk length that suits the exchange. A shard is between 64 and 256 KiB: long messages take less work per byte. A
 // long vector has at least kChunks chunks, so that receiving, summing and sending overlap.
-// Example 2 nodes × 2 ranks: 4 shards, so a chunk is between 256 KiB and 1 MiB; the default of 1 MiB is kept, and 25 MiB
-// are 25 chunks. 8 nodes × 1 rank: 8 shards, so a chunk is at most 2 MiB; 4 MiB are 4 chunks of 1 MiB, 25 MiB are 13.
+// Example 2 nodes × 2 ranks: 4 shards, so a chunk is between 256 KiB and 1 MiB; the default of 1 MiB is kept, and 25
+// MiB are 25 chunks. 8 nodes × 1 rank: 8 shards, so a chunk is at most 2 MiB; 4 MiB are 4 chunks of 1 MiB, 25 MiB are
+// 13.
 int64_t preferredChunk(const plan::Topology& t, const plan::Limits& limits, int64_t bytes) {
   constexpr int64_t kChunks = 8;
   const int64_t shards = int64_t{t.numRails()} * t.numNodes();

@@ -60,7 +60,7 @@ class DirectExchange {
   // Stage "sum" if shards are encoded.
   void encodeAndScatter(const plan::Chunk& c);
   plan::Ref receive(Rank peer, int stream, int64_t length);
-  // What my node contributes, and the result, at this offset of the vector.
+  // The contribution of my node, and the result, at this offset of the vector.
   plan::Ref contribution(const plan::Chunk& c, int64_t offset) const;
   plan::Ref result(const plan::Chunk& c, int64_t offset) const;
   // Slots for results are used again; the puts of the last use must be flushed.

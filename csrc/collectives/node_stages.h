@@ -53,7 +53,7 @@ class NodeStages {
   // Called on ranks on a rail. Opens stage "sum". The puts that used this partial slot before must have been
   // flushed.
   void sum(const plan::Chunk& c);
-  // The same in parts: beginSum(), sumTo() for all parts of my share, endSum().
+  // These three do what sum() does, in parts: beginSum(), sumTo() for all parts of my share, endSum().
   void beginSum(const plan::Chunk& c);
   void sumTo(std::vector<plan::Ref> destinations, const plan::Chunk& c, const plan::Range& part,
              std::optional<plan::Ref> residual = {});

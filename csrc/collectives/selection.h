@@ -10,7 +10,7 @@
 
 namespace smddp::collectives {
 
-// What an algorithm's ranks do before the others have arrived.
+// How much an algorithm copies before all ranks have arrived.
 enum class Preamble : uint8_t {
   NoCopy,  // only the arrival signal and the wait. An algorithm that only serves shared buffers must have this
   CopyIn,  // some rank copies, so the algorithm cannot be chosen after the arrival (Shape::afterArrival)
@@ -43,8 +43,8 @@ const Choice& select(const plan::Topology& topology, const plan::Limits& limits,
 // that sum nothing.
 Wire encodedAs(const plan::Topology& topology, Collective collective, int64_t bytes, Wire wanted);
 
-// Whether sums may travel in other formats than fp32: the overrides name an algorithm for the collective that knows them,
-// or they name none. Throws Usage for unknown names.
+// Whether sums may travel in other formats than fp32: the overrides name an algorithm for the collective that knows
+// them, or they name none. Throws Usage for unknown names.
 bool knowsFormats(Collective collective, const std::string& overrides,
                   const char* origin = "SMDDP_ALGORITHM");
 

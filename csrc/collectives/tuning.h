@@ -41,7 +41,7 @@ class Tuning {
   Tuning() = default;
   // Throws Usage for a line that it cannot parse. The error names `origin` and the line, and says what is allowed.
   static Tuning parse(std::string_view text, const std::string& origin);
-  // The same for a file. Throws Usage also if the file cannot be read.
+  // Parses a file. Throws Usage also if it cannot be read.
   static Tuning read(const std::string& path);
 
   const std::vector<TuningRow>& rows() const { return rows_; }

@@ -26,7 +26,7 @@ std::optional<uint64_t> least(std::optional<uint64_t> a, std::optional<int64_t> 
   return a ? std::min(*a, other) : other;
 }
 
-// What is left of a limit; nullopt where the folder has none.
+// Returns how much of a limit is left; nullopt where the folder has none.
 std::optional<int64_t> leftOf(const fs::path& folder, const char* most, const char* now) {
   const auto limit = numberIn(folder / most), used = numberIn(folder / now);
   if (!limit || !used) return std::nullopt;

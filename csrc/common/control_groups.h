@@ -21,11 +21,11 @@ class ControlGroups {
                          std::filesystem::path groups = "/sys/fs/cgroup")
       : own_(std::move(own)), groups_(std::move(groups)) {}
 
-  // The folders of this process's groups, its own first. `controller`: of version 1, which has groups for each; "" means
-  // version 2.
+  // The folders of this process's groups, its own first. `controller`: of version 1, which has groups for each; ""
+  // means version 2.
   std::vector<std::filesystem::path> folders(const std::string& controller) const;
-  // The bytes that may still be used: the least that the machine and any group have left. Memory that the kernel gives up
-  // when it is needed, such as that of files that were read, counts as left.
+  // The bytes that may still be used: the least that the machine and any group have left. Memory that the kernel gives
+  // up when it is needed, such as that of files that were read, counts as left.
   std::optional<uint64_t> availableMemory() const;
   // How many threads and processes may still be started; nullopt without a limit.
   std::optional<uint64_t> availableThreads() const;

@@ -17,7 +17,7 @@
 
 namespace smddp {
 
-// What a user asks for, as SMDDP_WIRE: "fp32", "bf16", "int8" or "auto". All but fp32 may have "+feedback" behind.
+// The value of SMDDP_WIRE or of an option: "fp32", "bf16", "int8" or "auto". All but fp32 may have "+feedback" behind.
 struct WireOption {
   std::optional<Wire> wire = Wire::fp32;  // empty: auto, the one that suits the network
   bool feedback = false;                  // error feedback

@@ -16,7 +16,7 @@ class Fnv1a {
     }
     return *this;
   }
-  // Of all bytes so far.
+  // The hash of all bytes so far.
   uint64_t digest() const { return digest_; }
 
  private:

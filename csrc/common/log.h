@@ -21,7 +21,8 @@ enum class LogLevel : int { Error = 0, Warn, Info, Debug, Trace };
 LogLevel logLevel() noexcept;
 // The rank printed in front of every line; -1 (none) until the default group is made.
 void setLogRank(int rank);
-// The same. Until the default group is made, the rank that the launcher has given to this process (RANK), if it has.
+// The rank of setLogRank(). Until the default group is made, the rank that the launcher has given to this process
+// (RANK), if it has.
 int processRank();
 void writeLog(LogLevel level, const char* tag, const std::string& text);
 

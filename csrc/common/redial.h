@@ -8,7 +8,8 @@
 
 namespace smddp {
 
-// Of one peer. A link or a route that is missing may come back, so a short interruption costs time only.
+// Says when to try again to connect to one peer. A link or a route that is missing may come back, so a short
+// interruption costs time only.
 class Redial {
  public:
   // When to make the next attempt. Nothing if `error` is not about the way to the peer, or if there has been none since

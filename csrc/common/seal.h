@@ -27,7 +27,7 @@ class Seal {
   // The MAC under the token; all zeros without a token.
   Digest sign(std::string_view purpose, std::span<const std::byte> bytes) const;
 
-  // What a message between two processes carries: the beginning of a MAC of their ids; 0 without a token.
+  // The proof that messages between two processes carry: the beginning of a MAC of their ids; 0 without a token.
   uint64_t proof(std::string_view purpose, uint64_t sender, uint64_t receiver) const;
 
   // Returns `bytes` followed by the seal.

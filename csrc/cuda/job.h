@@ -27,8 +27,8 @@ struct Job {
   bool post = false;  // AVG: divide the result by `divisor`
 };
 
-// The same job in its simplest form: averages and scaled sums without a scale are sums, and a job with one source is a
-// copy of bytes, whatever its type.
+// Returns the job in its simplest form: averages and scaled sums without a scale are sums, and a job with one source is
+// a copy of bytes, whatever its type.
 inline Job normalised(Job job) {
   if (job.pre || job.post) return job;
   if (job.op == ReduceOp::AVG || job.op == ReduceOp::PREMUL_SUM) job.op = ReduceOp::SUM;

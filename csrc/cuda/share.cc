@@ -125,7 +125,7 @@ std::byte* placeOf(const Call& call, std::byte* workspace, int64_t piece, uint64
 void stage(std::vector<Job>& jobs, const Call& call, int64_t piece, uint64_t half,
            const Buffers& mine, std::byte* workspace) {
   if (!sends(call, static_cast<size_t>(call.me))) return;
-  // What goes to all ranks as a whole is staged once.
+  // A vector that goes to all ranks as a whole is staged once.
   const auto count = kindOf(call).blocksOut ? static_cast<size_t>(call.size) : 1;
   for (size_t receiver = 0; receiver < count; ++receiver) {
     const Block block = blockTo(call, mine.splits, receiver);
@@ -188,7 +188,8 @@ std::vector<Job> directJobs(const Call& call, const std::vector<Buffers>& all) {
     addDestination(job, all[me].output);
     jobs.push_back(job);
   } else if (!kind.blocksOut) {
-    // What all ranks get, its owner writes to all: so it is read once. If each receiver copied it, each would read it.
+    // The owner of a vector that all ranks get writes it to all, so it is read once. If each receiver copied it, each
+    // would read it.
     if (!sends(call, me)) return {};
     Job job = copyOf(call.bytes);
     addSource(job, all[me].input);

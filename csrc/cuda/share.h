@@ -1,4 +1,4 @@
-// What each rank does in a collective among ranks that share a GPU: from a call to jobs for the GPU. Pure functions.
+// Divides a collective among ranks that share a GPU: makes the jobs of each rank from a call. Pure functions.
 //
 // All collectives have one form: the input of some ranks goes to some ranks, as a whole or in blocks, reduced or not. A
 // table in share.cc says which for each collective.
@@ -41,8 +41,8 @@ struct Call {
   int32_t root = 0;
   int32_t me = 0;
   int32_t size = 1;
-  // Of the vector, or of one rank's block where every rank has one. In AllToAll, of the longest block, which is known
-  // after the first exchange.
+  // The size of the vector, or of one rank's block where every rank has one. In AllToAll that of the longest block,
+  // which is known after the first exchange.
   uint64_t bytes = 0;
 };
 

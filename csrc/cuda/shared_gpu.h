@@ -38,7 +38,7 @@ class ShortText {
   char bytes_[252] = {};
 };
 
-// What a rank tells the others before the first call.
+// A rank sends this to the others before the first call.
 struct Introduction {
   uint64_t process = 0;  // a random number: containers may have the same pid
   MemoryName workspace;
@@ -48,8 +48,8 @@ struct Introduction {
 // The first refusal; empty where no rank refuses.
 std::string refusalOf(std::span<const Introduction> all);
 
-// What a rank tells the others of a call. The descriptors of all ranks must agree in all but the buffers; sender and
-// receiver of a block must agree on its size.
+// A rank describes a call to the others by this. The descriptors of all ranks must agree in all but the buffers; sender
+// and receiver of a block must agree on its size.
 struct Descriptor {
   uint64_t number = 0;  // of the group's calls, from 1
   int64_t part = 0;     // the last that the GPU has finished on this rank, from 1; 0: none yet

@@ -88,7 +88,7 @@ class Builder {
   }
   // The wire format of encoded ranges. Set it before the first of them.
   void setWire(Wire wire) { plan_.wire = wire; }
-  // The same memory, as an encoded range.
+  // Returns a reference to the same memory as an encoded range.
   static Ref encoded(Ref ref) {
     ref.isEncoded = true;
     return ref;
@@ -115,15 +115,15 @@ class Builder {
   void put(Rank to, int stream, Ref source, int64_t length);
   // Waits for the next message. Returns a reference to its bytes.
   Ref receive(Rank from, int stream, int64_t length);
-  // The same for a message that the caller copies to this destination. If that is an output, the message may arrive
-  // there (Op::Post). A slot is free only later, when the lane has waited for that.
+  // Receives a message that the caller copies to this destination. If that is an output, the message may arrive there
+  // (Op::Post). A slot is free only later, when the lane has waited for that.
   Ref receiveAt(Ref destination, Rank from, int stream, int64_t length);
-  // The same as receive() for a message that was put from an encoded range.
+  // Receives a message that was put from an encoded range.
   Ref receiveEncoded(Rank from, int stream, int64_t length);
   void release(Rank from, int stream);
   // Waits until the sources of the first `count` puts of this execution on the channel may be overwritten.
   void flush(Rank to, int stream, int64_t count);
-  // The same for all puts written so far.
+  // Waits so for all puts written so far.
   void flush(Rank to, int stream);
 
   // Cuts [0, bytes) into nearly equal chunks of at most chunkBytes. Calls the body for some of them only; it must

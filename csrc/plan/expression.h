@@ -51,7 +51,7 @@ class Expressions {
   ExpressionId scaled(ExpressionId raw);
   // A result after the division of AVG.
   ExpressionId finished(ExpressionId result);
-  // What an encoded range holds: all of these pieces, at position 0.
+  // The contents of an encoded range: all of these pieces, at position 0.
   ExpressionId encoded(std::span<const Piece> pieces);
   // The pieces that it decodes to: rounded ones. Empty if it is not what an encoded range holds.
   std::vector<Piece> decoded(ExpressionId id);

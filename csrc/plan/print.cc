@@ -76,7 +76,7 @@ const char* word(Op op) {
   return "?";
 }
 
-// What a copy or reduction does besides.
+// Names the scales and the residual that a copy or a reduction applies.
 std::string extras(const Plan& plan, const Step& step) {
   return fmt::format(
       "{}{}{}", step.preScale ? ", pre-scaled" : "", step.postScale ? ", final" : "",

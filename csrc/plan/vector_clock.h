@@ -14,7 +14,7 @@ struct Epoch {
   uint32_t time = 0;
 };
 
-// What one lane knows about the progress of every other lane. A copy is a snapshot. It only increments a reference
+// The progress of every other lane, as far as one lane knows it. A copy is a snapshot. It only increments a reference
 // count; the first join() afterwards copies the vector. Not thread-safe.
 class VectorClock {
  public:

@@ -1,9 +1,9 @@
-// The order of calls. All ranks must make the collectives of a group in the same order. A callback of a future runs when
-// its call has ended, which each rank sees at another moment: a collective that it makes may come before the next one of
-// the main thread on one rank, and behind it on another. So a group has several orders. The calls of the script are one.
-// The calls that callbacks make are others: each is a group of the engine of its own, with the same ranks, which is made
-// when the first callback makes a call. Callbacks run one after the other, in the order in which their futures were asked
-// for. So their calls come in the same order on all ranks, as well.
+// The order of calls. All ranks must make the collectives of a group in the same order. A callback of a future runs
+// when its call has ended, which each rank sees at another moment: a collective that it makes may come before the next
+// one of the main thread on one rank, and behind it on another. So a group has several orders. The calls of the script
+// are one. The calls that callbacks make are others: each is a group of the engine of its own, with the same ranks,
+// which is made when the first callback makes a call. Callbacks run one after the other, in the order in which their
+// futures were asked for. So their calls come in the same order on all ranks, as well.
 //
 // Example: DDP asks for the futures of buckets 0 and 1, and a hook sums twice.
 //
@@ -56,8 +56,8 @@ class FutureQueue : public std::enable_shared_from_this<FutureQueue> {
 
 // One order of a group.
 //
-// Threads: any. Lives as long as a call or a callback refers to it; its group of the engine is destroyed with the process
-// group.
+// Threads: any. Lives as long as a call or a callback refers to it; its group of the engine is destroyed with the
+// process group.
 struct CallOrder {
   CallOrder(std::string name, std::shared_ptr<engine::Engine> engine,
             std::shared_ptr<engine::Group> group)

@@ -1,4 +1,4 @@
-// What calls refuse before anything moves, and the texts of these errors.
+// Checks the arguments of calls before anything moves, and words the errors.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -16,7 +16,7 @@ using OpName = const char*;
 
 // A dense tensor with memory, with any strides, on the CPU or on a device.
 void requireDense(OpName op, const at::Tensor& tensor);
-// The same, and no two elements share memory, so that it can take a result.
+// A dense tensor of which no two elements share memory, so that it can take a result.
 void requireWritable(OpName op, const at::Tensor& tensor);
 // Exactly one tensor, as c10d's single-device calls have it.
 const at::Tensor& onlyTensor(OpName op, const std::vector<at::Tensor>& tensors);

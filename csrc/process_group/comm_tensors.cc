@@ -24,7 +24,7 @@ void freeBlock(void* context) {
   block->memory->free(block->begin);
 }
 
-// What a storage asks for memory when it is made, and when it changes its size.
+// A storage asks this for memory when it is made, and when it changes its size.
 class CommAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {

@@ -1,6 +1,5 @@
-// What torch.profiler shows of a call beside its range: the arguments of torch's event "record_param_comms" (collective,
-// numbers of elements, type, ranks of the group), as NCCL's process group records them. Tools that compare the ranks'
-// traces read them.
+// Records for torch.profiler the arguments of torch's event "record_param_comms" (collective, numbers of elements,
+// type, ranks of the group), as NCCL's process group does. Tools that compare the ranks' traces read them.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>

@@ -14,7 +14,7 @@
 
 namespace smddp::process_group {
 
-// What must be known of a call before its first tensor is staged.
+// The facts about a call that are needed before its first tensor is staged.
 struct CallKind {
   static constexpr Rank kNobody = -1;
   std::optional<collectives::Collective> collective;  // none: a message
@@ -25,7 +25,7 @@ struct CallKind {
   static CallKind receive() { return {}; }
 };
 
-// What a call does with the bytes of a tensor.
+// How a call uses the bytes of a tensor.
 enum class Access : uint8_t {
   Read,
   Send,  // reads them for other ranks only
@@ -59,7 +59,7 @@ class DeviceCall {
                                                                 const Blocks& received) = 0;
   // Whether one request may have blocks of several sizes.
   virtual bool takesSplits() const = 0;
-  // What must stay alive until the operation has ended.
+  // The tensors that must stay alive until the operation has ended.
   virtual const std::vector<at::Tensor>& kept() const = 0;
 
   // After the operation: enqueues the copies into the tensors that were to be written, if it went well.
@@ -68,7 +68,7 @@ class DeviceCall {
   virtual void abandon() = 0;
   // Whether the device has done everything.
   virtual bool ended() const = 0;
-  // What the call's copies are enqueued on.
+  // The stream on which the call's copies are enqueued.
   virtual c10::Stream stream() const = 0;
   // A stream, by default the thread's current one, waits for the end of the call.
   virtual void makeStreamWait() const = 0;

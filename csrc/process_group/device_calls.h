@@ -23,10 +23,10 @@ class DeviceCalls {
   virtual ~DeviceCalls() = default;
   // Once, before the first call.
   void attach(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group);
-  // The same for a group that split() makes of some of the ranks.
+  // Makes such an object for a group that split() makes of some of the ranks.
   virtual std::unique_ptr<DeviceCalls> forSplit() const = 0;
 
-  // What stages the tensors of a call, of which `first` is one.
+  // Makes the object that stages the tensors of a call, of which `first` is one.
   virtual std::shared_ptr<DeviceCall> begin(const CallKind& kind, const at::Tensor& first) = 0;
   // Carries out a call on the device, or hands it to the engine when the device has filled its buffers.
   virtual c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests,

@@ -52,8 +52,8 @@ struct Silent final : c10::WarningHandler {
 
 // Leaves the writer of a program that has its own.
 void writeWholeFiles() {
-  // The rank is in the file's name. If there is no writer yet, getWriter() makes one, and takes it for that of a program:
-  // it would warn that it is replaced.
+  // The rank is in the file's name. If there is no writer yet, getWriter() makes one, and takes it for that of a
+  // program: it would warn that it is replaced.
   const c10d::DebugInfoWriter& writer = c10d::DebugInfoWriter::getWriter(processRank());
   if (typeid(writer) != typeid(c10d::DebugInfoWriter)) return;
   Silent silent;

@@ -1,5 +1,5 @@
-// What torch's Flight Recorder writes to its file when a group fails (FlightRecorderHook.hpp). Torch writes it with the stack
-// of each call, which takes Python's interpreter lock and, the first time, the import of a large part of torch.
+// Writes the file of torch's Flight Recorder when a group fails (FlightRecorderHook.hpp). Torch writes it with the
+// stack of each call, which takes Python's interpreter lock and, the first time, the import of a large part of torch.
 #pragma once
 
 namespace smddp::process_group {

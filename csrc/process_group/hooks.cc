@@ -35,7 +35,7 @@ HookThread& HookThread::ofThisProcess() {
   static std::atomic<HookThread*> current{nullptr};
   HookThread* found = current.load(std::memory_order_acquire);
   while (found == nullptr || found->forkCount_ != engine::forkCount()) {
-    // That of a parent stays in memory, with locks that its threads may have held.
+    // The object of a parent process stays in memory, with locks that its threads may have held.
     auto fresh = std::unique_ptr<HookThread>(new HookThread);
     if (current.compare_exchange_strong(found, fresh.get())) found = fresh.release();
   }

@@ -1,11 +1,11 @@
-// Functions that torch's tools register on a group: its Flight Recorder wants to know when a call has ended, and dumps what
-// it has seen when one fails (torch's Hooks.hpp).
+// Functions that torch's tools register on a group: its Flight Recorder wants to know when a call has ended, and dumps
+// what it has seen when one fails (torch's Hooks.hpp).
 //
-// They run on a thread of their own, so that no call ends later because of them, and a failure reaches callers and the log
-// first: a dump may take seconds, in which it holds Python's interpreter lock again and again.
+// They run on a thread of their own, so that no call ends later because of them, and a failure reaches callers and the
+// log first: a dump may take seconds, in which it holds Python's interpreter lock again and again.
 //
-// Threads: any. No lock is held while a function runs. One that is removed while it runs ends its run. What one throws is
-// logged: it is not the fault of the call.
+// Threads: any. No lock is held while a function runs. One that is removed while it runs ends its run. What one throws
+// is logged: it is not the fault of the call.
 #pragma once
 
 #include <atomic>
@@ -56,7 +56,7 @@ class HookList {
 
  private:
   using Hooks = std::map<int64_t, Hook>;
-  // Those that run see the old list, so the change is made to a copy.
+  // Hooks that run see the old list, so the change is made to a copy.
   template <typename Change>
   void change(Change apply) {
     const std::lock_guard lock(mutex_);
@@ -71,7 +71,7 @@ class HookList {
   std::atomic<bool> isEmpty_{true};
 };
 
-// Of one group.
+// The hooks of one group.
 struct Hooks {
   // A call has ended without an error: Work::completionKey(), and the milliseconds that it took.
   HookList<uint64_t, float> completion;
@@ -80,11 +80,12 @@ struct Hooks {
   std::atomic<bool> hasFailed{false};  // the latter have been given to the thread
 };
 
-// The thread that runs the hooks of all groups of this process ("smddp-hooks"). Starts with the first hook that is to run.
+// The thread that runs the hooks of all groups of this process ("smddp-hooks"). Starts with the first hook that is to
+// run.
 //
-// Hooks for a failure begin a second after it, when the caller has its error and has said it; or when the process ends, in
-// finish(). What needs no lock of Python comes at once: torch's health check hears of the failure, and the Flight Recorder
-// writes what it can.
+// Hooks for a failure begin a second after it, when the caller has its error and has said it; or when the process ends,
+// in finish(). What needs no lock of Python comes at once: torch's health check hears of the failure, and the Flight
+// Recorder writes what it can.
 class HookThread {
  public:
   // Never destroyed, because its thread may outlive main(). A child of fork() has another one.
@@ -93,8 +94,8 @@ class HookThread {
   static constexpr const char* kName = "smddp-hooks";
 
   void callEnded(std::shared_ptr<const Hooks> hooks, uint64_t key, float milliseconds);
-  // Once per group, whoever comes first. If a signal has interrupted this rank, its hooks do not run: somebody wants the
-  // process to end.
+  // Once per group, whoever comes first. If a signal has interrupted this rank, its hooks do not run: somebody wants
+  // the process to end.
   void groupFailed(const std::shared_ptr<Hooks>& hooks, bool wasInterrupted);
   // Returns when the calls that have ended are known to their hooks; waits for no hook of a failure.
   void finishCalls();
@@ -121,7 +122,7 @@ class HookThread {
   void giveUp() SMDDP_REQUIRES(mutex_);
   void loop();
   void runEnded(MutexLock& lock) SMDDP_REQUIRES(mutex_);
-  // What comes at once, for one group; false if there is none.
+  // Runs the quick hooks of one failed group, and writes the dump without stacks; false if no group is left for that.
   bool beginFailed(MutexLock& lock) SMDDP_REQUIRES(mutex_);
   void runFailed(MutexLock& lock) SMDDP_REQUIRES(mutex_);
 

@@ -93,7 +93,7 @@ at::Tensor sendable(const at::Tensor& tensor) {
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.is_quantized(),
                    "smp cannot send tensors of ", tensor.dtype(), ", ", tensor.layout(),
                    " between ranks");
-  // Those of other classes, such as fake ones, have a shape alone: what they refer to is not memory.
+  // Tensors of other classes, such as fake ones, have a shape alone, and no memory that could be sent.
   TORCH_CHECK_TYPE(
       !tensor.key_set().has(c10::DispatchKey::Python) && tensor.has_storage() &&
           (tensor.storage().data() != nullptr || tensor.nbytes() == 0 || !tensor.is_cpu()),

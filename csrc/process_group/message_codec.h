@@ -9,7 +9,7 @@
 //     kind 1 (a small tensor): its sizes, i64 each; its dimensions, u8 each, from the largest stride to the smallest;
 //       its elements
 //     kind 2 (a large tensor): the same without the elements
-//     kind 3 (a sparse tensor): its sizes; u8 layout (c10::Layout), u8 is it coalesced?; then its dense parts, which are
+//     kind 3 (a sparse tensor): its sizes; u8 layout (c10::Layout), u8 is it coalesced?; then its dense parts,
 //       tensors like those above: indices and values (COO), or compressed indices, plain indices and values (CSR, CSC,
 //       BSR, BSC)
 //
@@ -47,9 +47,9 @@ struct DecodedMessage {
   bool last = false;
 };
 
-// Encodes a message; the memory of its front has at least `least` bytes. A tensor that does not lie in one piece of host
-// memory is copied there first. No large tensor may change until the message has left. Throws for nested, quantized and
-// "meta" tensors.
+// Encodes a message; the memory of its front has at least `least` bytes. A tensor that does not lie in one piece of
+// host memory is copied there first. No large tensor may change until the message has left. Throws for nested,
+// quantized and "meta" tensors.
 EncodedMessage encodeMessage(const std::string& header,
                              const std::vector<std::optional<at::Tensor>>& tensors, bool last,
                              size_t least);

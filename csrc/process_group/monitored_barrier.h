@@ -20,7 +20,7 @@ class MonitoredBarrier {
  private:
   // A byte that arrives says that its sender has come, or that its receiver may go.
   engine::CompletionPtr signal(bool send, Rank rank, int32_t tag, Nanoseconds timeout) const;
-  // What rank 0 does, and what the others do.
+  // Rank 0 calls the first, the others the second.
   void awaitRanks(Nanoseconds timeout, bool all) const;
   void awaitRelease(Nanoseconds timeout) const;
 

@@ -20,8 +20,8 @@ class Overlaps {
   // Notes a tensor. True if it shares memory with one that was noted before, and the call writes one of the two.
   // `except`: a noted tensor, only read, with which it may share memory.
   bool add(const at::Tensor& tensor, Access access, const at::Tensor* except = nullptr);
-  // The same for many tensors at once. Notes all and returns true if add() would be false for each; else notes none and
-  // returns false. Takes 3 us for a hundred tensors.
+  // Notes all of many tensors and returns true if add() would be false for each; else notes none and returns false.
+  // Takes 3 us for a hundred tensors.
   bool addIfApart(at::TensorList tensors, Access access);
 
  private:

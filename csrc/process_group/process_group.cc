@@ -313,7 +313,7 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
   const bool isDeferred = call.staging.device() || devices_->busy();
   if (!requests.empty() && !call.order) call.order = isDeferred ? calls_->script() : order();
   if (!requests.empty() && call.sequence == 0) call.sequence = ++call.order->sequence;
-  // What torch's macro does before it looks for a profiler takes longer than a small call.
+  // Asks for a profiler first: torch's macro takes longer than a small call before it does.
   if (!at::hasCallbacks()) {
     return submitUnrecorded(std::move(call), std::move(requests), std::move(messages));
   }
@@ -340,15 +340,15 @@ intrusive_ptr<Work> ProcessGroup::submitUnrecorded(Work::Call call, std::vector<
   const bool willWait =
       messages.empty() && std::all_of(requests.begin(), requests.end(),
                                       [](const Request& request) { return request.willWait; });
-  // A caller that waits for a single request holds its tensors until the request has ended. In all other cases the caller
-  // may drop them earlier, so the operation holds them.
+  // A caller that waits for a single request holds its tensors until the request has ended. In all other cases the
+  // caller may drop them earlier, so the operation holds them.
   const bool operationsKeep = !willWait || requests.size() != 1 || !call.staging.kept().empty();
   const std::shared_ptr<void> tensors = operationsKeep ? call.keepAlive() : nullptr;
   auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
   std::vector<engine::CompletionPtr> completions;
   completions.reserve(requests.size() + messages.size());
-  // After an error the network may still read the tensors, and mates may still write to them, but the caller, which gets
-  // the error now, may free them. So the group keeps them.
+  // After an error the network may still read the tensors, and mates may still write to them, but the caller, which
+  // gets the error now, may free them. So the group keeps them.
   const auto keepTensors = [&] {
     if (!operationsKeep) engine_->keep(*target, work->keepAlive());
   };

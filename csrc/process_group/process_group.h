@@ -1,9 +1,8 @@
 // c10d::Backend "smddp": checks a call, describes it as a Request, submits it, returns a Work.
 //
-// Threads: any; calls of one group must come in the same order on all ranks, as everywhere in c10d. Those that callbacks of
-// futures make have an order of their own (call_order.h).
-// Ends with shutdown() (destroy_process_group), which waits for what is in flight, or with the destructor, which does
-// not wait for other ranks. Both are idempotent.
+// Threads: any; calls of one group must come in the same order on all ranks, as everywhere in c10d. Those that
+// callbacks of futures make have an order of their own (call_order.h). Ends with shutdown() (destroy_process_group),
+// which waits for what is in flight, or with the destructor, which does not wait for other ranks. Both are idempotent.
 // Errors: a call that makes no sense throws before anything moves (ValueError, TypeError, NotImplementedError); the
 // Work has all other errors.
 #pragma once
@@ -36,7 +35,7 @@ void reportTrouble(const c10::intrusive_ptr<c10d::Store>& store, const std::stri
 
 class ProcessGroup : public c10d::Backend {
  public:
-  // What a group is made from whose ranks meet through the store.
+  // A group whose ranks meet through the store is made from these.
   struct Creation {
     c10::intrusive_ptr<c10d::Store> store;
     int rank;

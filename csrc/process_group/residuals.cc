@@ -62,7 +62,8 @@ void Residuals::drop() {
     droppedUnused_ += isGone && !entry.isUsedAgain;
     return isGone;
   });
-  // DDP makes its buckets again after the first step: it drops each of them once, and then uses as many again and again.
+  // DDP makes its buckets again after the first step: it drops each of them once, and then uses as many again and
+  // again.
   constexpr size_t kSome = 8;
   if (hasWarned_ || droppedUnused_ <= 2 * (mostEntries_ + usedAgain_) + kSome) return;
   hasWarned_ = true;

@@ -1,4 +1,4 @@
-// What encoding has lost of each tensor so far, for error feedback (docs/wire.md).
+// Keeps for each tensor what encoding has lost of it so far, for error feedback (docs/wire.md).
 //
 // A tensor is known by its memory: in the next call, the same part of the same storage is the same tensor. When the
 // storage is gone, what was lost goes with it: another tensor may lie at the address by then.
@@ -19,8 +19,8 @@ namespace smddp::process_group {
 
 class Residuals {
  public:
-  // Of tensors that are summed as one vector: one number for each element, zeros at first. Throws Resource if there is
-  // no memory for them.
+  // The losses of tensors that are summed as one vector: one number for each element, zeros at first. Throws Resource
+  // if there is no memory for them.
   std::shared_ptr<float[]> of(at::TensorList tensors);
 
  private:

@@ -58,7 +58,7 @@ class Staging {
   // Whether one request may have blocks of several sizes; else they are messages.
   bool takesSplits() const { return device_ && device_->takesSplits(); }
 
-  // Of a call on a device; null on the CPU.
+  // The device's part of a call on a device; null on the CPU.
   const std::shared_ptr<DeviceCall>& device() const { return device_; }
   // Whether finish() has anything to do.
   bool copiesBack() const { return device_ || !back_.empty(); }

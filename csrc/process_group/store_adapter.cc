@@ -54,7 +54,7 @@ auto StoreAdapter::ask(Call call, const std::string& otherCause) {
     try {
       checkInterrupt();
     } catch (...) {
-      // What follows is a note for the other ranks.
+      // The caller still writes a note for the other ranks, for which this leaves a little time.
       deadline_ = std::min(deadline_, Deadline::after(clock_, kAfterSignal),
                            [](const Deadline& a, const Deadline& b) { return a.at < b.at; });
       throw;
@@ -115,8 +115,8 @@ std::vector<bootstrap::Store::Value> StoreAdapter::multiGet(const std::vector<st
   });
 }
 
-// Stores of different kinds and versions report a time-out in different ways. So any exception of wait() counts as one if
-// keys are still unset.
+// Stores of different kinds and versions report a time-out in different ways. So any exception of wait() counts as one
+// if keys are still unset.
 void StoreAdapter::await(const std::vector<std::string>& keys, Nanoseconds timeout) {
   const std::chrono::milliseconds limit(std::max<Nanoseconds>(timeout / 1'000'000, 1));
   std::string why = ask([keys, limit](c10d::Store& store) -> std::string {

@@ -12,10 +12,10 @@
 
 namespace smddp::process_group {
 
-// Each call runs on a thread of its own, because c10d's stores wait for their server's answer whatever time-out they are
-// given: for ever, if its process is stopped or its host is cut off. The caller waits until the deadline of the group
-// that it makes, and hears signals meanwhile; then the thread is left behind with what it uses. After the deadline later
-// calls of this object fail at once.
+// Each call runs on a thread of its own, because c10d's stores wait for their server's answer whatever time-out they
+// are given: for ever, if its process is stopped or its host is cut off. The caller waits until the deadline of the
+// group that it makes, and hears signals meanwhile; then the thread is left behind with what it uses. After the
+// deadline later calls of this object fail at once.
 class StoreAdapter final : public bootstrap::Store {
  public:
   // `patience`: how long all calls together may take.

@@ -39,15 +39,15 @@ class Work final : public c10d::Work {
     std::shared_ptr<void> keepAlive() const;
     c10d::OpType type = c10d::OpType::UNKNOWN;
     const char* title = "";  // of the profiler's range: "smddp:all_reduce"
-    // Counted by the process group; 0: not numbered. The engine's numbers (Completion::sequence()) count collectives, of
-    // which a call can have several.
+    // Counted by the process group; 0: not numbered. The engine's numbers (Completion::sequence()) count collectives,
+    // of which a call can have several.
     uint64_t sequence = 0;
     std::vector<at::Tensor> inputs;
-    // What result() and the future hold: one list, or one per input.
+    // result() and the future hold these: one list, or one per input.
     std::vector<std::vector<at::Tensor>> outputs;
-    // Of an all-to-all whose blocks have several sizes, as the caller gave them; for the profiler.
+    // The sizes of blocks of an all-to-all that has several, as the caller gave them; for the profiler.
     std::vector<int64_t> inputSplits, outputSplits;
-    // Of the group; null for calls that torch does not see.
+    // The hooks of the group; null for calls that torch does not see.
     std::shared_ptr<const Hooks> hooks;
     // Copies of tensors that cannot be used where they lie.
     Staging staging;
@@ -98,7 +98,7 @@ class Work final : public c10d::Work {
   void release_resources() override { call_ = Call(); }
 
  private:
-  // What is on a device: of this call, and of its parts.
+  // The parts of this call, itself included, that are on a device.
   std::vector<DeviceCall*> deviceCalls() const;
   // After the operations have ended, the first thread that comes copies what was staged; the others wait for it.
   void settle();

@@ -26,7 +26,7 @@ struct Job {
 
 using Kernel = void (*)(const Job& job);
 
-// The same for reduceEncoded().
+// The arguments of a kernel of reduceEncoded().
 struct EncodedJob {
   const Destination* dsts;
   size_t numDsts;
@@ -69,7 +69,7 @@ void reduceEncodedWith(const KernelTable& kernels, Wire wire, std::span<const De
                        std::span<const Source> srcs, size_t count, ReduceOp op, const Scale& scale,
                        float* residual = nullptr);
 
-// What reduce() and reduceEncoded() refuse.
+// Throws for arguments that reduce() and reduceEncoded() refuse.
 void checkArguments(size_t numSrcs, DataType type, ReduceOp op, const Scale& scale);
 
 }  // namespace smddp::reduction

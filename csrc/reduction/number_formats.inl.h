@@ -147,7 +147,7 @@ struct Bfloat16Bits {
   SMDDP_INLINE static Vector<uint32_t, kLanes> fromFloat(Vector<float, kLanes> value) {
     return rounded<kLanes>(value) >> 16;
   }
-  // The same before the lower half is dropped.
+  // The bits after rounding, before the lower half is dropped.
   template <int kLanes>
   SMDDP_INLINE static Vector<uint32_t, kLanes> rounded(Vector<float, kLanes> value) {
     const auto bits = (Vector<uint32_t, kLanes>)value;

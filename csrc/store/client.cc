@@ -15,7 +15,8 @@
 namespace smddp::store {
 namespace {
 
-// One attempt to connect: the kernel has sent a SYN three times. A host that comes up later is not sent another for long.
+// One attempt to connect: the kernel has sent a SYN three times. A host that comes up later is not sent another for
+// long.
 constexpr Nanoseconds kAttempt = 5000 * kMillisecond;
 // For a rank that gives up, and says so: the store was there before.
 constexpr Nanoseconds kReconnect = 1000 * kMillisecond;

@@ -1,7 +1,7 @@
 // A client of the store's server.
 //
-// Threads: one caller at a time, as bootstrap::Store demands. Errors: Timeout; PeerLost if the server is gone. Waits hear
-// of signals.
+// Threads: one caller at a time, as bootstrap::Store demands. Errors: Timeout; PeerLost if the server is gone. Waits
+// hear of signals.
 #pragma once
 
 #include <sys/socket.h>
@@ -19,8 +19,8 @@ namespace smddp::store {
 
 class Client final : public bootstrap::Store {
  public:
-  // Connects, and waits until the server is there. Each later call that waits for nothing has the same time. Throws Usage
-  // if nobody knows the host (sockets.h).
+  // Connects, and waits until the server is there. Each later call that waits for nothing has the same time. Throws
+  // Usage if nobody knows the host (sockets.h).
   Client(const std::string& host, uint16_t port, Nanoseconds timeout);
 
   void set(const std::string& key, const Value& value) override;

@@ -1,4 +1,4 @@
-// What clients of the store and its server send each other.
+// The messages between clients of the store and its server.
 //
 //   request   u32 length of the rest, u8 kind, u16 number of keys, the keys (u16 length and bytes each), the value
 //   reply     u32 length of the rest, u8: 1 or 0, then for Get: the values (u32 length and bytes each)
@@ -36,9 +36,9 @@ struct Request {
   Bytes value;
 };
 
-// With the length in front.
+// The bytes of a request, with the length in front.
 Bytes serialise(const Request& request);
-// Of the rest. nullopt if it is malformed.
+// Parses the bytes behind the length. nullopt if they are malformed.
 std::optional<Request> parseRequest(std::span<const std::byte> rest);
 
 // With the length in front. `rest` follows the answer.

@@ -1,7 +1,7 @@
 // The store's server: a thread in the process of rank 0 that keeps keys and values.
 //
-// It serves whoever connects; values that matter are sealed by those who write them (common/seal.h). A client that sends
-// anything but requests is disconnected.
+// It serves whoever connects; values that matter are sealed by those who write them (common/seal.h). A client that
+// sends anything but requests is disconnected.
 //
 // Threads: the constructor starts one; the destructor ends it, and with it the connections. Errors: the constructor
 // throws Transport, naming the address, Resource, or Usage if nobody knows the host.

@@ -1,4 +1,4 @@
-// What the store's two ends do with sockets alike.
+// Functions for sockets that both ends of the store use.
 #pragma once
 
 #include <netdb.h>
@@ -22,9 +22,9 @@ struct FreeAddresses {
 };
 using Addresses = std::unique_ptr<addrinfo, FreeAddresses>;
 
-// Asks the name service. An empty host: every interface of this machine. While the name service does not answer, and for
-// up to 10 s while it knows no such host, waits, at most for the timeout: ranks may be started before a cluster knows the
-// name of rank 0. Throws Usage if there is no such host.
+// Asks the name service. An empty host: every interface of this machine. While the name service does not answer, and
+// for up to 10 s while it knows no such host, waits, at most for the timeout: ranks may be started before a cluster
+// knows the name of rank 0. Throws Usage if there is no such host.
 Addresses resolve(const std::string& host, uint16_t port, Nanoseconds timeout);
 
 // Looks at signals.

@@ -107,11 +107,11 @@ class ReceiveChannel {
   // In its slot, or where it was posted.
   std::span<const std::byte> payload(uint64_t number) const;
 
-  // Allows the payload of a message to arrive in this memory, if it has that length, until release() or withdrawPosts().
-  // Numbers increase from call to call. Only a transport that takes in the bytes itself asks for the memory
-  // (Sink::placeFor): TCP sockets, and the simulator. In shared memory and with libfabric the sender, or the card,
-  // writes to the slot, so there this has no effect, as for a message that is under way already. Plans are the same
-  // for all transports.
+  // Allows the payload of a message to arrive in this memory, if it has that length, until release() or
+  // withdrawPosts(). Numbers increase from call to call. Only a transport that takes in the bytes itself asks for the
+  // memory (Sink::placeFor): TCP sockets, and the simulator. In shared memory and with libfabric the sender, or the
+  // card, writes to the slot, so there this has no effect, as for a message that is under way already. Plans are the
+  // same for all transports.
   void post(uint64_t number, std::span<std::byte> memory);
   // Nothing is written to posted memory any more.
   void withdrawPosts();

@@ -65,8 +65,8 @@ class ChannelTable final : private Sink {
   // Removes the channels of a group; references to them become invalid. An id of ours is used again only after the
   // sender has closed its end, too, and all its messages have arrived. The number of a group is never used again.
   void closeGroup(uint64_t group);
-  // After closeGroup(): true if no put of this group to or from the peer reads or writes our memory any more. It may stay
-  // false for ever if the peer failed.
+  // After closeGroup(): true if no put of this group to or from the peer reads or writes our memory any more. It may
+  // stay false for ever if the peer failed.
   bool drained(uint64_t group, PeerId peer) const;
 
  private:
@@ -112,7 +112,7 @@ class ChannelTable final : private Sink {
   // A later Open is answered with Close. Control messages arrive in order, so none is under way for as long as it takes
   // to close this many groups.
   RecentSet closedGroups_{4096};
-  // Of those that sending_ and receiving_ have, by group and peer.
+  // How many channels sending_ and receiving_ have, by group and peer.
   std::map<std::pair<uint64_t, PeerId>, size_t> numChannels_;
   uint32_t lastSerial_ = 0;
   uint32_t freshIds_ = 0;         // ids below this have been used before

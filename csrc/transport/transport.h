@@ -80,8 +80,8 @@ class Sink {
   virtual void onControl(PeerId from, Bytes message) = 0;
   // All bytes of a put with this immediate value are in our memory.
   virtual void onPut(uint32_t immediate) = 0;
-  // The payload of a put begins to arrive. Returns the memory of that length where it belongs; empty: it goes to its slot,
-  // behind the header. Asked only by a transport that implements withdraw(), and only once for each put.
+  // The payload of a put begins to arrive. Returns the memory of that length where it belongs; empty: it goes to its
+  // slot, behind the header. Asked only by a transport that implements withdraw(), and only once for each put.
   virtual std::span<std::byte> placeFor(PeerId /*from*/, uint32_t /*immediate*/,
                                         size_t /*payloadBytes*/) {
     return {};

@@ -1,5 +1,5 @@
-// The byte layouts of all messages between engines: the header of a put, the control messages and the 32-bit immediate
-// value. They are little-endian and have no padding. All ranks of a job run the same version.
+// The byte layouts that channels use: the header of a put, their control messages and the 32-bit immediate value. They
+// are little-endian and have no padding. All ranks of a job run the same version.
 //
 // Parsers do not trust their input. They check the length before they read, and every value that is later used as an
 // index or a size. For unknown or malformed input they return nullopt; they never throw.

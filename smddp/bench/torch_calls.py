@@ -46,8 +46,8 @@ OPS = {
     "bor": dist.ReduceOp.BOR,
     "bxor": dist.ReduceOp.BXOR,
 }
-# What one encoding may be off, relative to the largest magnitude: half the last of 8 bits, or half
-# a step of 1/127; and a little for rounding in float32.
+# The error that one encoding may make, relative to the largest magnitude: half the last of 8 bits,
+# or half a step of 1/127; and a little for rounding in float32.
 _STEPS = {"bf16": 2.0**-8 * 1.01, "int8": 0.5 / 127 * 1.01}
 # Vectors of so many bytes travel as they are (kTinyBytes in csrc/collectives/selection.cc).
 _NEVER_ENCODED = 8 << 10

@@ -355,7 +355,7 @@ def _run_torchrun(arguments: Sequence[str]) -> None:
             "start them by mpirun or srun: mpirun -n 4 python train.py"
         )
 
-    # What begins each line. torchrun's own has the rank on this host, which several hosts have.
+    # The beginning of each line. torchrun's own has the rank on the host, which is not unique.
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}]: ")
     os.environ["SMDDPRUN"] = "1"  # see `register_backend` in smddp/_registration.py
     os.environ.pop("SMDDPRUN_RANK", None)  # of a rank that runs this command

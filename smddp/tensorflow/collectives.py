@@ -417,7 +417,7 @@ def _broadcast_strings(tensor: tf.Tensor, root_rank: int) -> tf.Tensor:
     flat = tf.reshape(tensor, [-1])
     lengths = broadcast(tf.strings.length(flat), root_rank)
     given = tf.io.decode_raw(tf.strings.reduce_join(flat), tf.uint8)
-    # Those of other ranks have other lengths.
+    # The strings of other ranks have other lengths.
     if job.rank() != root_rank:
         given = tf.zeros([tf.reduce_sum(lengths)], tf.uint8)
     with tf.control_dependencies([lengths] if is_v1_graph() else []):

@@ -31,7 +31,7 @@ __all__ = [
 _FIRST = 300.0  # seconds at least that a rank waits for others to compile
 
 _timeout = 0.0
-# That of all ranks first, and those of others that Ctrl-C ends.
+# The group of all ranks first, then other groups that Ctrl-C ends.
 groups: list[smddp.numpy.Group] = []
 _watch: interrupts.Watch | None = None
 

@@ -32,7 +32,7 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
 absl::Status lastError() {
-  // Of the kind that TensorFlow does not retry.
+  // InternalError, because TensorFlow does not retry that kind.
   return absl::InternalError(smddp_error());
 }
 
@@ -167,8 +167,8 @@ class Order : public std::enable_shared_from_this<Order> {
     }
   }
 
-  // Needs the mutex. A thread of TensorFlow sleeps for this until the first deadline, also if all goes well meanwhile; so
-  // it is one thread, and not one for each operation.
+  // Needs the mutex. A thread of TensorFlow sleeps for this until the first deadline, also if all goes well meanwhile;
+  // so it is one thread, and not one for each operation.
   void watch(tensorflow::Env* env) {
     if (isWatched_ || waiting_.empty() || isRunning_) return;
     isWatched_ = true;
@@ -234,7 +234,7 @@ class Order : public std::enable_shared_from_this<Order> {
 // group, whose address may come again.
 class Group : public std::enable_shared_from_this<Group> {
  public:
-  // Of those of this process.
+  // Adds a group to those of this process, and returns its number.
   static int64_t add(smddp_group* handle) {
     const std::lock_guard lock(registryMutex());
     registry()[++last()] = std::make_shared<Group>(handle);
@@ -555,7 +555,7 @@ class AllReduce final : public AllReduceInOrder {
     }
   }
 
-  // What follows must not run. After a call that makes no sense the group is as it was.
+  // Calls that follow must not run, unless this one made no sense: then the group is as it was.
   void fail(const absl::Status& status) override {
     if (!absl::IsInvalidArgument(status)) order_->fail(status);
   }
@@ -635,9 +635,9 @@ REGISTER_OP("SmddpAllreduceInOrder")
     .SetIsDistributedCommunication()
     .SetShapeFn(unchangedShapes);
 
-// The same, but operations begin in the order of their numbers, 0 to count - 1, once each and then from the beginning.
-// kernels.py tells TensorFlow not to keep the order of the program for this one: `order` counts only where functions are
-// called that have such operations.
+// As above, but operations begin in the order of their numbers, 0 to count - 1, once each and then from the beginning.
+// kernels.py tells TensorFlow not to keep the order of the program for this one: `order` counts only where functions
+// are called that have such operations.
 REGISTER_OP("SmddpAllreduce")
     .Input("tensors: T")
     .Input("order: resource")

@@ -17,7 +17,7 @@ __all__ = ["ending_at_once", "run"]
 
 # For terminals that know few characters, as in the locale POSIX.
 _PLAIN = {"✓": "ok", "✗": "FAULT", "→": "->", "–": "-", "—": "-", "…": "...", "×": "x", "µ": "u"}
-# Of what the output goes to, such as a disk that is full.
+# Errors of where the output goes, such as a disk that is full.
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 

@@ -31,7 +31,7 @@ def leaving_at_signals() -> Iterator[None]:
             raise SystemExit(128 + number)
         _held.append(number)  # nobody would know the rank that has just been started
 
-    # Those that are ignored stay so, as under nohup. Only the main thread may change any.
+    # Signals that are ignored stay so, as under nohup. Only the main thread may change any.
     is_main = threading.current_thread() is threading.main_thread()
     both = (signal.SIGTERM, signal.SIGHUP) if is_main else ()
     changed = [each for each in both if signal.getsignal(each) == signal.SIG_DFL]

@@ -140,7 +140,7 @@ def _check(module: Any, options: argparse.Namespace) -> int:
     return 0
 
 
-# What the sliders of a drawing offer besides what was asked for.
+# The sliders of a drawing offer these besides what was asked for.
 _SIZES = (1 << 10, 32 << 10, 1 << 20, 25 << 20, 256 << 20)
 _LAYOUTS = ("1x4", "2x2", "2x4", "4x4")
 

@@ -21,7 +21,7 @@ LARGEST = 32
 _COLUMN, _ROW, _BOX = 18, 20, 14
 _LEFT, _TOP = 172, 8
 _RANK_GAP, _NODE_GAP = 6, 24
-# Of letters of 10 pixels.
+# The width of a letter of 10 pixels.
 _LETTER = 6.5
 # In larger drawings only the arrows of one rank can be told apart. The script has this number, too.
 _RANKS_WITH_ALL_ARROWS = 4
@@ -39,7 +39,7 @@ _OPERATIONS = {
     "flush": ("F", "#d9d2c5", "flush: until the network no longer reads"),
 }
 
-# Of the drawings, also of one in a file of its own.
+# The style of the drawings, also of one in a file of its own.
 _DRAWING_STYLE = """
 svg text{font:10px sans-serif;fill:#222} svg .node{font-weight:bold;font-size:12px}
 svg .rank{font-weight:bold} svg .step text{text-anchor:middle;font-size:9px}

@@ -22,7 +22,7 @@ namespace {
 
 using c10::intrusive_ptr;
 
-// What NCCL moves; with torch's names. Other types go through the host.
+// Whether NCCL moves a type, by torch's name. Other types go through the host.
 bool moves(at::ScalarType type) {
   switch (type) {
     case at::kByte:
@@ -38,7 +38,7 @@ bool moves(at::ScalarType type) {
   }
 }
 
-// What NCCL also sums. Averages of integers and scaled sums of bfloat16 differ between versions of NCCL.
+// Whether NCCL also sums it. Averages of integers and scaled sums of bfloat16 differ between versions of NCCL.
 bool reduces(at::ScalarType type, const c10d::ReduceOp& op) {
   if (!moves(type)) return false;
   switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {

@@ -416,7 +416,7 @@ void GpuRails::advanceQueue() {
   }
   busy_ = false;
   lock.unlock();
-  // What this runs may make calls and wait for them.
+  // Without the lock: a turn that ends may run continuations, which may make calls and wait for them.
   for (const auto& [turns, error] : ended) turns->end(error);
 }
 

@@ -1,4 +1,4 @@
-// What stages the tensors of a call on a device (device_call.h): through memory of the host, or where they lie.
+// Stages the tensors of a call on a device (device_call.h): through memory of the host, or where they lie.
 //
 // Owns the call's stream and copies (copies.h), and references to what is read in place, until it is dropped.
 #pragma once
@@ -13,7 +13,7 @@
 
 namespace smddp::process_group::device {
 
-// What both ways have in common.
+// The part that both ways have in common.
 class StagedCall : public DeviceCall {
  public:
   explicit StagedCall(c10::Device device) : copies_(std::make_shared<DeviceCopies>(device)) {}
@@ -57,8 +57,8 @@ class HostStaging final : public StagedCall {
   // The bytes of a tensor where it lies, in row-major order. Only the network may read them, when the device has
   // computed them.
   engine::Piece sendInPlace(const at::Tensor& tensor);
-  // The same for a block that this rank gives itself: the plan finds source and destination in one place, and so does
-  // not touch them. The device copies it into `into`, before it copies what has come from other ranks.
+  // Places a block that this rank gives itself: the plan finds source and destination in one place, and so does not
+  // touch them. The device copies it into `into`, before it copies what has come from other ranks.
   engine::Piece giveOwn(const at::Tensor& into, const at::Tensor& own);
 
   DeviceSources* const sources_;

@@ -13,7 +13,7 @@ namespace smddp::transport::fabric {
 
 // Takes the options from the settings and the launcher's variables. Throws Usage if there is no usable provider.
 std::unique_ptr<Transport> create();
-// The same with the caller's options.
+// Takes the caller's options.
 std::unique_ptr<Transport> create(const Options& options);
 
 // Why libfabric cannot be used at all; empty if it can.

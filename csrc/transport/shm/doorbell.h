@@ -30,7 +30,7 @@ class Doorbell {
   void cancel();
   // Sleeps until rung, but at most for `timeout`, so that every wait can have a deadline.
   void sleep(Nanoseconds timeout);
-  // The same, but also returns when `descriptor` is readable.
+  // Sleeps until rung or until `descriptor` is readable, but at most for `timeout`.
   void sleepOn(int descriptor, Nanoseconds timeout);
 
   // Makes the pipe for sleepOn(), which otherwise makes it on the first call. Throws Resource.

@@ -75,7 +75,7 @@ struct Ring {
   }
 };
 
-// Who sends on a ring.
+// The process that sends on a ring.
 struct RingClaim {
   std::atomic<RingState> state{RingState::Free};
   uint32_t senderGeneration;  // this field and the next two are written before Open
@@ -83,8 +83,8 @@ struct RingClaim {
   Nonce sender;
 };
 
-// All rings to one receiver. Zeroed memory is a valid table, so unused rings need no pages. The claims lie side by side:
-// whoever looks for a ring does not touch a page of each, which would get memory by that.
+// All rings to one receiver. Zeroed memory is a valid table, so unused rings need no pages. The claims lie side by
+// side: whoever looks for a ring does not touch a page of each, which would get memory by that.
 struct RingTable {
   static constexpr uint32_t kRings = 256;
   alignas(64) std::atomic<uint32_t> claims{

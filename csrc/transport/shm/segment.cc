@@ -221,8 +221,8 @@ void Segment::requireOwner(size_t offset, size_t bytes, const char* what) const 
 void Segment::commit(size_t offset, size_t bytes) {
   requireOwner(offset, bytes, "commit");
   if (bytes == 0) return;
-  // When memory is out, the kernel kills a process instead of refusing. So check before taking much. To look takes 0.1 ms,
-  // as long as to back 0.1 MiB.
+  // When memory is out, the kernel kills a process instead of refusing. So check before taking much. To look takes 0.1
+  // ms, as long as to back 0.1 MiB.
   constexpr size_t kMuch = size_t{256} << 10;
   if (const auto available = bytes < kMuch ? std::nullopt : ControlGroups().availableMemory();
       available && *available < bytes) {

@@ -78,7 +78,7 @@ void Connection::send(std::vector<uint64_t>& done) {
         isWritable_ = false;
         return;
       }
-      // What has arrived is received first.
+      // The connection ends when everything that has arrived has been received.
       sendFailure_ = fmt::format("sending to it failed: {}", std::strerror(errno));
       queue_.clear();
       isWritable_ = false;

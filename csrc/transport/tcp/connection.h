@@ -22,7 +22,7 @@
 
 namespace smddp::transport::tcp {
 
-// What a connection asks and tells while it receives.
+// A connection calls this while it receives: asks where bytes belong, and tells what has come.
 class Receiver {
  public:
   virtual ~Receiver() = default;

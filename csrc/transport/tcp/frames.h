@@ -1,7 +1,7 @@
-// What travels on a connection between two processes. All hosts of a job have the same byte order.
+// The bytes on a connection between two processes. All hosts of a job have the same byte order.
 //
-// Whoever opens a connection begins with a Hello. From then on both ends send frames: a header, and its bytes. The bytes
-// come from peers, so sizes and kinds are checked before use.
+// Whoever opens a connection begins with a Hello. From then on both ends send frames: a header, and its bytes. The
+// bytes come from peers, so sizes and kinds are checked before use.
 #pragma once
 
 #include <cstdint>

@@ -68,7 +68,7 @@ size_t strangersWithin(size_t limit) {
 
 }  // namespace
 
-// What arrives on a link, for the sink.
+// Gives what arrives on a link to the sink.
 class TcpTransport::LinkReceiver final : public Receiver {
  public:
   LinkReceiver(TcpTransport& transport, Peer& peer, Sink& sink)

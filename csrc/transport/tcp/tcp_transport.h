@@ -1,10 +1,10 @@
 // The transport between nodes over TCP sockets of the kernel.
 //
-// Two processes have one connection, which either of them opens when it has something to send; both directions use it. If
-// both open one at the same time, each sends on its own, and both receive on both. A connection begins with a Hello that
-// says who has opened it. If this rank does not know that process yet, the connection waits until connect() introduces
-// it; TCP holds the sender back meanwhile. When a peer is lost, what has arrived from it is taken in, and then all its
-// connections are closed.
+// Two processes have one connection, which either of them opens when it has something to send; both directions use it.
+// If both open one at the same time, each sends on its own, and both receive on both. A connection begins with a Hello
+// that says who has opened it. If this rank does not know that process yet, the connection waits until connect()
+// introduces it; TCP holds the sender back meanwhile. When a peer is lost, what has arrived from it is taken in, and
+// then all its connections are closed.
 //
 // Threads, ownership and errors: those of Transport.
 #pragma once

@@ -469,8 +469,8 @@ def _may_begin(task: Task) -> bool:
     return task.admitted is None or task.admitted()
 
 
-# Of a heap: the number decides between equal priorities; it is the order in which the tasks
-# became runnable.
+# An entry of a heap. The number decides between equal priorities; it is the order in which the
+# tasks became runnable.
 _Entry = tuple[Priority, int, Task]
 
 

@@ -82,10 +82,8 @@ KEYS: tuple[Key, ...] = (
         "positive",
         None,
         "How many microbatches may be active (begun and not ended) at a time. Default: partitions "
-        "+ 2. `simple` ends all forward passes before the first backward pass, so all microbatches "
-        "are active then: its default is `microbatches` if that is more. With a smaller number, "
-        "`simple` ends so many forward passes first, and begins another microbatch whenever one "
-        "has ended. Always 1 with one partition.",
+        "+ 2, with `simple` `microbatches` if that is more: it ends so many forward passes before "
+        "the first backward pass. Always 1 with one partition.",
     ),
     Key(
         "pipeline",
@@ -103,9 +101,7 @@ KEYS: tuple[Key, ...] = (
         "one of",
         "memory",
         "What the partitioner balances first: it sets the default of `memory_weight`, and nothing "
-        "else. Tensor parallelism does not depend on it: norms are whole on every rank, and what "
-        "transformers of `smp.nn` keep twice with prescaled_batch is divided by their option "
-        "`sequence_parallel`.",
+        "else; not what tensor parallelism does.",
         ("speed", "memory"),
     ),
     Key(
@@ -145,9 +141,8 @@ KEYS: tuple[Key, ...] = (
         "deterministic_server",
         "bool",
         False,
-        "Serve requests in one order on all replicas: they run the same tasks in the order of the "
-        "first replica, so modules may call collectives over the `dp` group. Results do not depend "
-        "on it otherwise: gradients and random numbers are ordered by microbatch in any case.",
+        "All replicas run their tasks in the order of the first one, so modules may call "
+        "collectives over the `dp` group. Results do not depend on it otherwise.",
     ),
     Key("load_partition", "bool", False, "Load the partition from partition_file."),
     Key("partition_file", "str", None, "The file to save the partition to, or load it from."),
@@ -208,10 +203,8 @@ KEYS: tuple[Key, ...] = (
         "bool",
         False,
         "For scripts with a half-precision optimizer of their own: modules that are divided over "
-        "tensor-parallel ranks (`smp.nn`, and what takes the place of marked modules; at degree 1, "
-        "too) have parameters and buffers in fp16 once they are made. Other modules keep the dtype "
-        "in which they are made. Losses are not scaled, and there are no master weights: use "
-        "`fp16` for these.",
+        "tensor-parallel ranks (at degree 1, too) have parameters and buffers in fp16. Other "
+        "modules keep their dtype. Losses are not scaled, and there are no master weights.",
     ),
     Key("bf16", "bool", False, "Like fp16 in bfloat16, with sharded_data_parallel_degree."),
     Key(
@@ -281,16 +274,15 @@ KEYS: tuple[Key, ...] = (
         "sdp_max_live_parameters",
         "positive",
         int(1e9),
-        "For sharding: no parameter is gathered before it is needed if more elements than this "
-        "would be gathered then. It is no limit of memory: what a running module needs is gathered "
-        "in any case.",
+        "For sharding: parameters are gathered ahead up to so many elements. What a running module "
+        "needs is gathered in any case.",
     ),
     Key(
         "sdp_hierarchical_allgather",
         "bool",
         True,
-        "Accepted, without effect, also if False: the smddp backend always gathers in two levels, "
-        "between nodes and inside each node; other backends gather as they do.",
+        "Accepted, without effect: the smddp backend always gathers in two levels, between nodes "
+        "and inside each node.",
     ),
     Key(
         "sdp_gradient_clipping",

@@ -11,6 +11,15 @@ method says otherwise. They start no thread and send nothing themselves.
 Some tasks have no name: those that free memory, and the one that applies the division. They call
 nothing that other ranks of the group have to call at the same time, or are alone; so each rank runs
 them when they come.
+
+This does not deadlock. Call a *slice* what a task does from where it begins or goes on to where it
+waits or ends. Order the slices by their beginning in the leader's replica: a slice comes after all
+that have sent it messages, and after those that its rank has run before. Take the first slice that
+does not end on some replica. All before it have ended everywhere. If the replicas make the same
+calls, its messages have been sent on every replica, so it is runnable; it is announced, and
+announcements wait for nobody; so every member begins it. All make the same collectives in it, and
+none waits for another slice; so it ends, which is a contradiction. A task keeps the baton while it
+blocks in a collective. That is safe because no sender of messages needs its receiver.
 """
 
 from __future__ import annotations
@@ -298,7 +307,7 @@ class Follower(_Observed):
         self._ended: set[int] = set()  # their numbers
         self._over = False  # has the leader announced everything?
         self._since: float | None = None  # when this rank had nothing to run, and still has not
-        # What to tell, and has it been found out in this step?
+        # The text about a replica that differs; and has that been found out in this step?
         self._verdict: str = ""
         self._found = self._complete = False
 
@@ -390,9 +399,11 @@ class Follower(_Observed):
         """Looks whether this rank has had nothing to run for too long; then `settle` tells so.
 
         Args:
-            stuck: seconds to wait for a task that was announced.
-            silent: seconds to wait for an announcement.
-            over: seconds to wait for a task that was announced, once the leader has ended the step.
+            stuck: seconds to wait for a task that was announced; half the timeout of the process
+                group.
+            silent: seconds to wait for an announcement; three quarters of that timeout.
+            over: seconds to wait for a task that was announced, once the leader has ended the step;
+                as `stuck`, but at most 120.
 
         Returns:
             Seconds until the next check.

@@ -30,7 +30,7 @@ class Progress:
         self._lock = threading.Lock()
         self._started = self._ended = 0
         self._in_forward = 0  # active microbatches that have not reached their backward pass
-        # Of microbatches in the simple pipeline that wait before their backward pass.
+        # Microbatches of the simple pipeline wait for these before their backward pass.
         self._parked: list[Ticket] = []
         self._reached_backward: set[int] = set()
 

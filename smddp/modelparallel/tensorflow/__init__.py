@@ -16,7 +16,7 @@
     gradients = [gradient.accumulate() for gradient in gradients]
     optimizer.apply_gradients(zip(gradients, model.trainable_variables))
 
-It imports neither torch nor the package smddp.
+It does not import torch.
 """
 
 from tensorflow.train import Checkpoint

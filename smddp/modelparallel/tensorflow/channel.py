@@ -73,7 +73,7 @@ class Channel:
         self.peers = [peer for peer in range(group.size) if peer != group.rank]
         self._front = np.empty(_FRONT, np.uint8)
         self._posted: smddp.numpy.Work | None = None
-        # Of a message whose first part has come, and whose rest `_posted` receives.
+        # Sender and bytes of a message whose first part has come; `_posted` receives the rest.
         self._sender, self._data = -1, self._front
         self._sending: list[smddp.numpy.Work] = []
         self._lock = threading.Lock()

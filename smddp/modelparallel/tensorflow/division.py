@@ -176,7 +176,7 @@ def _automatic(cfg: Configuration, model: Model, found: Trace, parts: int) -> li
         if handle in holders:
             join(holders[handle], index_of(model.home(stack)))
     for number, layer in enumerate(model.layers):
-        # What the step adds of `model.losses` has to be on rank 0.
+        # The step adds `model.losses` on rank 0, so layers that contribute to it have to be there.
         if model.has_weights[number] and (
             getattr(layer, "activity_regularizer", None) is not None or _adds_losses(layer)
         ):

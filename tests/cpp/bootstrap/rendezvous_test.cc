@@ -452,8 +452,8 @@ TEST(Rendezvous, ARankThatLeftBecauseOfAnotherIsNotBlamed) {
   EXPECT_EQ(errors.front(), "rank 2 died");
 }
 
-// Rank 0 dies before it has opened the meeting, and rank 2 leaves because of that. Rank 1 sees the one shortly before it
-// knows of the other.
+// Rank 0 dies before it has opened the meeting, and rank 2 leaves because of that. Rank 1 sees the one shortly before
+// it knows of the other.
 TEST(Rendezvous, ADeathThatBecomesKnownAfterALeaveIsBlamed) {
   LocalStore store;
   const Rendezvous::Loss death{0, Error(ErrorKind::PeerLost, "rank 0 died"), true};

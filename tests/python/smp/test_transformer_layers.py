@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import inspect
 import itertools
@@ -706,31 +705,26 @@ def with_ids(options: dict[str, Any] | None = None, **given: Any) -> Any:
     return model((torch.zeros(2, 3).long(), None, *(given.get(name) for name in names)))
 
 
-def table(heading: str) -> list[list[str]]:
-    """Returns the cells of the table under a heading of the guide, by rows."""
+def table_of_names() -> list[list[str]]:
+    """Returns the cells of the guide's table "Names of parameters", by rows."""
     guide = (Path(__file__).parents[3] / "docs" / "model-parallel.md").read_text()
-    section = guide.split(f"### {heading}\n")[1].split("\n#")[0]
+    section = guide.split("### Names of parameters\n")[1].split("\n#")[0]
     rows = re.findall(r"^\| (.*) \|$", section, re.MULTILINE)
     return [[cell.strip() for cell in row.split("|")] for row in rows[2:]]
 
 
-def test_the_guide_has_all_options_with_their_defaults() -> None:
-    kinds = {
-        "M": DistributedTransformerLMHead,
-        "T": DistributedTransformer,
-        "L": DistributedTransformerLayer,
-        "A": DistributedAttentionLayer,
-        "O": DistributedTransformerOutputLayer,
-    }
-    rows = table("Options")
-    for letter, kind in kinds.items():
-        written = {
-            name.strip("`"): ast.literal_eval(default.strip("`"))
-            for name, default, classes, _ in rows
-            if letter in classes.split()
-        }
-        parameters = inspect.signature(kind).parameters
-        assert written == {name: each.default for name, each in parameters.items()}, kind
+def test_the_docstrings_describe_all_options() -> None:
+    kinds = (
+        DistributedTransformerLMHead,
+        DistributedTransformer,
+        DistributedTransformerLayer,
+        DistributedAttentionLayer,
+        DistributedTransformerOutputLayer,
+    )
+    texts = "\n".join(inspect.getdoc(kind) or "" for kind in kinds)
+    described = set(re.findall(r"^    (\w+): (?!see)", texts, re.MULTILINE))
+    options = {name for kind in kinds for name in inspect.signature(kind).parameters}
+    assert options - described == set()
 
 
 def named_parameters() -> dict[str, Any]:
@@ -760,7 +754,7 @@ def test_the_guide_has_the_names_of_all_parameters() -> None:
         **{"heads * head_size": 12, "intermediate_size": 16},
     }
     written = {}
-    for modules, shape, part, bias, _ in table("Names of parameters"):
+    for modules, shape, part, bias, _ in table_of_names():
         names = re.findall("`(.*?)`", modules.replace("seq_layers.N", "seq_layers.0"))
         dimension = {"rows": 0, "columns": 1, "all": None}[part.split()[0]]
         whole = [sizes[each] for each in shape.strip("[]").split(", ")]

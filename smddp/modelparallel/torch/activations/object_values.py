@@ -24,7 +24,7 @@ from smddp.modelparallel.torch.common.buffers import version_of
 
 __all__ = ["Change", "ObjectValues", "Values", "make_change"]
 
-# What holds nothing that a call changes, or nothing that may be put back.
+# Objects of these classes hold nothing that a call changes, or nothing that may be put back.
 _OPAQUE = (
     *(type(None), bool, int, float, complex, str, bytes, type, enum.Enum, range, slice),
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType),

@@ -191,7 +191,7 @@ class _Original:
     """A tensor that was saved, and that code must not change in place."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # The same memory and the same version, without the autograd graph.
+        # Has the same memory and version, without the autograd graph.
         self._tensor = tensor.detach()
         self._version = version_of(tensor)
 
@@ -276,7 +276,7 @@ class _ScratchFile:
         self._file: Any = None
         self._jobs: collections.deque[_InFile] = collections.deque()
         self._busy = False
-        # What `_InFile` changes; notified when a job has ended.
+        # Guards what `_InFile` changes; notified when a job has ended.
         self.changed = threading.Condition()
         # Places by size in bytes. Appending needs no lock: a finalizer does it.
         self._free: collections.defaultdict[int, collections.deque[int]] = collections.defaultdict(

@@ -90,7 +90,7 @@ class Region:
         order = {key: number for number, key in enumerate(unique)}
         numbers = [order[id(tensor)] for tensor in flat]
         del flat, unique
-        # What a call changes has to be copied before; but most calls change nothing.
+        # Arguments that a call changes have to be copied before; but most calls change nothing.
         copied = self._changes_arguments is not False
         kept = [_copy(tensor) for tensor in tensors] if copied else tensors
         versions = [version_of(tensor) for tensor in tensors]
@@ -175,7 +175,7 @@ def layer_arguments(layer: nn.Module, value: Any, spread: bool) -> tuple[Any, ..
 def _inside_another() -> bool:
     """Says whether the calling code runs inside another checkpoint, or in hooks of the user's."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    # Those of sharded parameters keep all other tensors as autograd does.
+    # Hooks of sharded parameters keep all other tensors as autograd does.
     return hooks is not None and not hasattr(hooks[0], "of_sharded_parameters")
 
 

@@ -28,10 +28,17 @@ def set_activation_checkpointing(
     `smp.DistributedModel` and outside a step. It holds as long as the model; another call for the
     same module replaces it. Without gradients it has no effect.
 
+    A module may change its buffers, its arguments in place, and what objects among its arguments
+    hold. If other code changes an argument after the call, a tensor inside such an object in place,
+    or a buffer that the module has only read, before the backward pass, an error says so. With
+    layers a and b on rank 0 and c, d and e on rank 1, "group_3" makes two groups, {a, b} and {c, d,
+    e}.
+
     Args:
         module: of the model. All of it has to live on one rank; see below. Of an nn.Sequential,
             only each layer has to: a group of layers ends where the next one lives on another rank.
-        preserve_rng_state: draw the same random numbers when activations are computed again.
+        preserve_rng_state: draw the same random numbers when activations are computed again. False
+            saves little, and makes gradients wrong with dropout.
         pack_args_as_tuple: for an nn.Sequential only; accepted, without effect: a layer gets the
             result of the layer before it as one argument, also a tuple.
         strategy: for an nn.Sequential only: how many layers one checkpoint covers: "each" for one,

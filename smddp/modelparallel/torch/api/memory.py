@@ -168,7 +168,19 @@ def memory(*args: Any, **kwargs: Any) -> MemoryReport:
     backward. With one partition it exists as soon as there is a model; with several, when the first
     step has decided where modules live. It knows activations only if it knows the shapes of the
     model's arguments: from the first step, or because they are passed here. The loss is not known;
-    it counts as a cross entropy of the model's result.
+    it counts as a cross entropy of the model's result. If the model does not run on tensors without
+    values, because its control flow depends on data, the table has "?" in place of activations.
+    What an optimizer keeps is predicted for those of torch and smp, and for others after their
+    first step.
+
+    The columns of a moment are what was there at its peak, so one of them alone can be larger at
+    other times. The prediction assumes that `zero_grad` comes before each step. It leaves out what
+    the script itself keeps, such as results of steps, and, before the first step of several
+    partitions, the whole model that each rank has in memory of the host. With several partitions it
+    counts as many microbatches as may be active, and with offload_activations what may have come
+    back; mostly it is less. In the first steps of a sharded model it may be up to a fifth too high.
+    It is too low if ranks wait long for one another, because more gradients are under way then:
+    with 2 partitions, 2 shards, checkpointing and small buckets on a busy machine, by a seventh.
 
     As a context manager the result also counts, by memory of tensors, what the code inside needs::
 
@@ -177,7 +189,8 @@ def memory(*args: Any, **kwargs: Any) -> MemoryReport:
             optimizer.step()
         print(report)
 
-    That takes several times as long as the code without it. Programs that do not do this pay
+    That takes several times as long as the code without it. What runs outside of steps counts as
+    "optimizer.step". Programs that do not do this pay
     nothing. What is no tensor does not count: torch itself, messages under way, and in the
     allocator of a GPU what is free but not given back.
 

@@ -37,7 +37,12 @@ def explain(file: str | None = None, memory: int | float | str | None = None) ->
         memory: what a rank has, in bytes or as a text such as "16 GB" or "15.5 GiB". The text then
             proposes what to change so that each rank needs no more, by the prediction of
             `smp.memory`. Rank 0 of a pipeline knows the shapes of the model's arguments, which the
-            prediction needs; so only that rank may ask.
+            prediction needs; so only that rank may ask. It tries, in this order,
+            `shard_optimizer_state`, activation checkpointing, `sharded_data_parallel_degree`, twice
+            as many partitions and so on, and `offload_activations`, and their combinations, for the
+            same number of ranks and the same microbatches. It does not change a degree of sharding
+            above 1, but proposes `sdp_reduce_bucket_size` and `sdp_param_persistence_threshold`
+            then; and it proposes no further modules if some are marked already.
 
     Returns:
         The table, and what else reduces the memory of ranks, as text.

@@ -48,6 +48,40 @@ def step(
     live on them. Every rank of the pipeline has to call the decorated function, and gets its
     result.
 
+    **Gradients in the function.** `torch.autograd.grad(loss, x)` works, also with `retain_graph`;
+    parameters get no gradients from it, on any rank. With `create_graph=True` the gradients can be
+    differentiated again, as often as wanted, also by `jvp`, `vjp`, `hvp`, `jacobian` and `hessian`
+    of `torch.autograd.functional`. The owner of a module then keeps its graph until the microbatch
+    ends, and calls of modules that have been differentiated twice are sent one by one.
+    `torch.autograd.grad(loss, parameters)` returns the gradients of all ranks. It finds modules
+    that have a parameter, contain a module that does, or refer to one by an attribute (also in a
+    list, a dict, a bound method or a closure). What code contributes that uses a parameter by a
+    global variable is missing. `loss.backward(inputs=...)` takes parameters of this rank only. An
+    autograd.Function may call modules in its backward (adjoint methods, equilibrium models,
+    reversible nets), and ask there for gradients of parameters of other ranks. Refused are
+    transforms of `torch.func`, tensors with tangents, and batches of gradients
+    (`is_grads_batched`, `vectorize=True`) through modules of other ranks. Modules with exchanges of
+    tensor parallelism are differentiated once only. In the first step, gradients of parameters
+    before the first call of the model are refused.
+
+    **What runs twice.** A step is run again, from the same gradients, buffers and random numbers,
+    if a module returns another structure than before (a tensor in one step, a pair in the next), or
+    if a buffer that other ranks read changes or gets another shape for the first time; but not the
+    first step of a function. So is the first step of a sharded model if a microbatch calls
+    `model.backward` several times, and a step in which gradients are differentiated again for the
+    first time. Other state of modules, and arguments that the function changes in place, are not
+    put back.
+
+    **What lets microbatches wait.** If a list or another object that attributes of modules, hooks
+    or a context variable refer to has changed when a call leaves a rank, or if other ranks read a
+    buffer that changes, the microbatches of this function run one after the other. So they do if a
+    module with buffers, or with tensors that it keeps in attributes, was called several times in a
+    microbatch, and not in the order of one process.
+
+    `loss.backward()` in place of `model.backward(loss)` gives the same gradients. But fp16 does not
+    scale that loss, although it divides gradients by the scale; a simple pipeline does not wait for
+    all forward passes; and the timeline shows some backward work of rank 0 as forward work.
+
     Args:
         function: the function to decorate, if `smp.step` is used without parentheses.
         non_split_inputs: names of arguments that are not divided.

@@ -787,8 +787,8 @@ def _delete_old(newest: Path, keep: int) -> None:
     # its name.
     complete.sort(key=lambda old: (old == newest, (old / _MANIFEST).stat().st_mtime_ns))
     for old in (*unfinished, *complete[: max(0, len(complete) - keep)]):
-        # What is left of the folder if this ends early does not count as a checkpoint, and goes the
-        # next time.
+        # If this ends early, the rest of the folder does not count as a checkpoint, and is deleted
+        # the next time.
         write(old / _UNFINISHED, lambda _: None)
         for part in old.iterdir():
             if part.is_dir():

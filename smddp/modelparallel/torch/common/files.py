@@ -16,7 +16,7 @@ import torch
 __all__ = ["hash_of", "read", "remove_unfinished", "write"]
 
 _MAKE_NUMBER: Any = np.float64(0).__reduce__()[0]
-# What numbers of numpy are pickled with, which may be learning rates. Its releases differ in names.
+# Pickles of numpy's numbers, such as learning rates, name these. Its releases differ in names.
 _OF_NUMBERS: list[Any] = [
     np.dtype,
     *{type(np.dtype(code)) for code in "?efd" + np.typecodes["AllInteger"]},

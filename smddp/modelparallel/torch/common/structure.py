@@ -91,7 +91,7 @@ def flatten(
         items = value.data
         children = tuple([flatten(item, tensors, objects, whole) for item in items.values()])
         return ("d", (kind, _Like(value)), tuple(items), children)
-    # Those of torch are structure sequences of C, which `torch.return_types` has.
+    # Named tuples of torch are structure sequences of C, which `torch.return_types` has.
     if isinstance(value, tuple) and (
         hasattr(value, "_fields") or kind.__module__ == "torch.return_types"
     ):

@@ -28,7 +28,17 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
     Parameters and buffers of the modules that are created inside have no memory until
     `smp.DistributedModel` is divided. Each rank then makes those that live on it, with the values
-    that they would have had. Random numbers are the same, inside the context and after it.
+    that they would have had, bit for bit. Random numbers are the same, inside the context and after
+    it. What the script does to the model before its first step counts, too.
+
+    Each rank draws the random numbers of the whole model, so creating it takes as long as without
+    this. Code that needs a value, such as `x.item()`, gets it; that takes the time to compute it. A
+    tensor of 64 KiB or more that is copied to a delayed one, such as an entry of a state dict, must
+    not change until the first step: an error names it if it has changed in place, but changes
+    through numpy are not seen. Sparse, nested and quantized tensors are refused. Parameters of
+    other classes than nn.Parameter are made at once, with a warning. If the model's control flow
+    depends on data, smp divides it by the sizes of its parameters, and `trace_execution_times`
+    raises an error.
 
     Args:
         enabled: False delays nothing, not even inside a context with True.

@@ -145,5 +145,5 @@ def settle(recorders: Iterable[Recorder], here: Iterable[nn.Module]) -> None:
                         come_to_life(tensor)
     for recorder in recorders:
         recorder.settled = True
-    # What was recorded has circles of references, and tensors of which some may still have memory.
+    # Records have circles of references, and tensors of which some may still have memory.
     gc.collect()

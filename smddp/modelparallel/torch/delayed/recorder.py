@@ -67,7 +67,7 @@ _INTO = {
     _aten.randint.low: _aten.randint.low_out,
     _aten.randint.low_generator: _aten.randint.low_generator_out,
 }
-# Of results of random operations that are kept; the state of the CPU's generator has this size.
+# Results of random operations up to this size are kept; the state of the CPU's generator has it.
 _SMALL = 5056  # bytes
 
 # Copies a tensor in place of `Delayed.__deepcopy__`.
@@ -298,7 +298,8 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
                     raise
                 result = args[0]
             else:
-                # What fails on shapes alone may succeed on values; if not, its own error is raised.
+                # An operation that fails on shapes alone may succeed on values; else its own error
+                # is raised.
                 found = self._on_values(func, leaves, spec)
                 return torch.utils._pytree.tree_map_only(torch.Tensor, self.delay, found)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]

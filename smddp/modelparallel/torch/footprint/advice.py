@@ -184,7 +184,7 @@ def _in_small_parts(
     """Yields sharding that also divides small parameters, and sums gradients early."""
     here = sum(parameter.numel for parameter in facts.parameters) // choices.partitions
     changed = {}
-    # Of a model with 120,000 elements in a partition: buckets of 6,000, parameters from 100.
+    # For example, with 120,000 elements in a partition: buckets of 6,000, parameters from 100.
     for key, now, most, share in (
         ("sdp_reduce_bucket_size", choices.bucket, 5_000_000, 20),
         ("sdp_param_persistence_threshold", choices.threshold, 100_000, 1000),

@@ -142,7 +142,7 @@ def _states(optimizer: Any, half: bool) -> dict[int, tuple[int, int]] | None:
         return _present(optimizer)
     copied = object.__new__(kind)
     copied.__dict__.update(vars(optimizer))
-    # What smp and schedules have put in the place of methods; and hooks of the script.
+    # Leaves out what smp and schedules have put in the place of methods, and hooks of the script.
     for name in [name for name in copied.__dict__ if hasattr(kind, name) or name == "_smp_state"]:
         del copied.__dict__[name]
     for name in [name for name in copied.__dict__ if name.endswith("_hooks")]:

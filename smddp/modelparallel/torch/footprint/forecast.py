@@ -491,7 +491,7 @@ class _Rank:
                 pending[launched + 1] -= self._padded_gradient(number)
             total = sum(map(self._padded_gradient, bucket))
             part = total // self._choices.degree
-            # What is sent is a copy, except for a bucket of one parameter.
+            # A bucket sends a copy, except for one of a single parameter.
             copy = total if len(bucket) > 1 else 0
             # A bucket frees its gradients before the next one is launched, so the largest counts.
             sent[launched] = max(sent[launched], copy)
@@ -528,7 +528,7 @@ class _Rank:
         count = len(profile.at)
         if choices.degree == 1:
             return np.zeros(count)
-        # What the module of a visit gathers itself; the order in which visits gather.
+        # The parameters that the module of a visit gathers; the order in which visits gather.
         own = [
             [n for n in facts.own[v.module] if self._divided(n)] if v.module >= 0 else []
             for v in profile.visits

@@ -64,14 +64,58 @@ class DistributedModel(ModelQueries):
     With one partition it is ready at once. With several, its first call in a step decides where
     each module lives; parameters that live on another rank then become empty (device "meta").
     Modules that `smp.tensor_parallelism` has marked are replaced first, so create the optimizer
-    after this.
+    after this. The run of the model before that decision leaves nothing behind: attributes, lists,
+    global variables that forward methods and hooks name, generators of random numbers and context
+    variables are as before.
+
+    What follows is about modules of other ranks, in a step.
+
+    **Arguments and results** are pickled, except tensors; gradients go through the tensors in them.
+    A tensor keeps its strides, unless it has gaps or repeated elements, as after `x[:, ::2]` or
+    `expand`: then it arrives as `clone()` would make it. Sparse tensors travel. Nested and
+    quantized tensors, and tensors of classes without memory of their own, are refused: pass their
+    parts, and make the tensor in the module that needs it. A module may change its arguments:
+    lists, dicts, dataclasses, any object of Python, and tensors in place; the caller's own get the
+    changes. Refused are objects with state outside Python (a numpy array, a torch.Generator),
+    objects that are passed twice, and those whose pickled copy has other parts. The caller waits
+    for the result then, so a module that begins with `ReLU(inplace=True)` is slower there. Code
+    that calls the module does not see its exception: catch it in the module's own forward method.
+
+    **Attributes.** What a call sets as attributes of its module, or of modules inside it, its
+    caller finds there afterwards, with gradients, if it is a number, a text, a tensor, or a list,
+    tuple, dict or set of these; a warning names others. The first step of a function finds which
+    modules do so; later ones are not noticed. Other ranks than the caller do not see the
+    attributes. And those that a module sets on the very rank that reads them may be another
+    microbatch's if the code in between has waited for another rank: return values from forward
+    there. A module does not see attributes, or modules put in the place of others, that code of
+    another rank sets during a step, nor context variables or `torch.set_default_dtype`; in the
+    first step a warning names the module. Other methods than forward run where they are called. So
+    layers whose own backward methods are called in place of autograd, as Reformer's are, have to be
+    with their caller: use `smp.set_partition`.
+
+    **Hooks.** Forward hooks run where the module lives, and once more on each rank whose code has
+    called it or a module around it, after the call, in the order of the calls. One that is
+    registered in a step runs only where code has registered it, and must not return a value. One
+    from before may return a value in place of the result: it then belongs to the module's owner,
+    and so does a hook that calls a module or changes a buffer of another rank. Hooks for backward
+    passes, and before the forward method, run where the module lives.
+
+    **Parameters and buffers** can be read, and not changed; an error names the tensor. It is an
+    error to use a buffer of another rank if a gradient goes through it, if it is sparse, or after a
+    later call has put another tensor in its place; or a view of it, after a later call has changed
+    it. A buffer that a forward method registers raises AttributeError on other ranks in that step:
+    register it as None in the constructor. Code that reads a buffer of another module on its own
+    rank may see what another microbatch has done to it; `active_microbatches: 1` avoids that.
+    Buffers that share memory live on one rank. The body may call only parts of the model in its
+    forward method. Outside the step, code that changes parameters or buffers runs on all ranks, and
+    each changes what lives on it.
 
     The arguments are those of the SageMaker Python SDK's documentation of the class.
 
     Args:
         module: the model. No module in it may be of torch.jit, or a DistributedDataParallel; its
             parameters and buffers must have values, or have been made inside
-            `smp.delay_param_initialization`.
+            `smp.delay_param_initialization`; so modules `nn.Lazy...` have to be called before.
         trace_device: "gpu" or "cpu"; the model is traced on fake tensors in both cases.
         trace_execution_times: measure modules on real data instead of counting operations.
         trace_memory_usage: accepted; activations are always counted.
@@ -81,7 +125,7 @@ class DistributedModel(ModelQueries):
         average_grads_across_microbatches: divide gradients by the number of microbatches.
         bucket_cap_mb: size in MiB of the buckets in which gradients are reduced.
         broadcast_buffers: make buffers equal on all replicas at the beginning of every step with
-            gradients.
+            gradients: they get the values of the first replica that has a batch.
         gradient_as_bucket_view: let gradients be views of the buckets.
         find_unused_parameters: accepted; unused parameters are always found.
 

@@ -136,6 +136,13 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     the pipeline have to call it, after the step. With fp16 or bf16 in the configuration it clips
     the gradients of the master weights.
 
+    While there is a model, `clip_grad_norm_`, `get_total_norm` and `clip_grads_with_norm_` of
+    `torch.nn.utils` do so, too, and in half precision `clip_grad_value_`. `get_total_norm` gets the
+    gradients themselves; all ranks have to call it, a rank that has none of them with an empty
+    list. What is computed from gradients, such as `[p.grad * 2 for p in ...]`, is not known as the
+    model's: the norm is that of one rank, and a warning says so once if the shapes are those of all
+    its gradients. If gradients are not the model's only, the ranks that have some call it.
+
     Args:
         max_norm: the largest norm that is allowed.
         norm_type: as for `global_norm`.

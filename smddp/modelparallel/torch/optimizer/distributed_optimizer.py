@@ -53,15 +53,22 @@ class DistributedOptimizer(metaclass=_IsPatched):
 
     With `shard_optimizer_state` in the configuration the state is divided over the replicas of each
     partition, and `step` sends the new parameters to all of them. It must be an optimizer that
-    steps each parameter by itself, as those of torch.optim do, except LBFGS.
+    steps each parameter by itself, as those of torch.optim do, except LBFGS. All replicas have to
+    call `step` equally often, and `model.join()` is refused. The results are the same as without.
+
+    An optimizer that combines values of several parameters, as D-Adaptation or Prodigy do, would
+    train differently from one process. The first step with gradients is watched: a warning names
+    the optimizer and the line. It does not see what code computes with NumPy.
 
     Args:
         optimizer: any object with `param_groups` and `state`, whose class has `step`, `state_dict`
             and `load_state_dict`.
         static_loss_scale: with fp16 or bf16 in the configuration, the factor for losses.
-        dynamic_loss_scale: with fp16 or bf16, use a factor that adapts to overflows instead.
+        dynamic_loss_scale: with fp16 or bf16, use a factor that adapts to overflows instead. It
+            begins at 2^32 and halves with each overflow, so the first 15 steps or so change
+            nothing.
         dynamic_loss_args: the arguments of DynamicLossScaler, by name, or all of them in one dict
-            with this name.
+            with this name. `{"init_scale": 2.0**16}` begins lower.
 
     Raises:
         SMPInitializationError: `smp.init` has not been called.

@@ -19,7 +19,7 @@ class LossScaler:
         loss_scale: the factor by which a loss is multiplied before its backward pass.
     """
 
-    # What changes from step to step, and so has to be saved; the script gives the other values.
+    # Attributes that change from step to step, and have to be saved; the script gives the others.
     _saved: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, loss_scale: float = 1.0) -> None:

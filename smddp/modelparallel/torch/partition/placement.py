@@ -173,10 +173,10 @@ class Placement:
         self.gathered = False
         self._entries: dict[str, int] = {}
         self._local: set[int] = set()
-        # Of the parameters that live elsewhere, by id.
+        # Where the parameters live that are on other ranks, by id.
         self._homes: dict[int, Home] = {}
-        # Of the buffers that live here, by number and name: what the other ranks know; and what
-        # there was when the step began.
+        # Forms of the buffers that live here, by number and name: those that the other ranks know,
+        # and those from when the step began.
         self._known_forms: dict[tuple[int, str], Form | None] = {}
         self._forms_before: dict[tuple[int, str], Form | None] = {}
         # The model as it was wrapped: names do not change if a script wraps it again later.

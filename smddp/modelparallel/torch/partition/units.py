@@ -33,7 +33,7 @@ class _Module:
     seconds: float
     children: list[int]
     first: int  # position of its first call
-    # Of its first call; see `Visit`.
+    # These three are of its first call; see `Visit`.
     taken: int = 0
     given: int = 0
     direct: bool = False
@@ -208,7 +208,7 @@ class Units:
         around = chain[: chain.index(crossing)]
         record = self._records[crossing]
         moved = float(record.taken + (0 if record.direct else record.given))
-        # What is cut inside a module returns to its owner before it goes on.
+        # If a border is inside a module, the values return to its owner before they go on.
         moved += sum(self._records[number].given for number in around[1:])
         inside = [number for number in around[1:] if self._leaf[number] != self._leaf[around[0]]]
         return moved, len(inside) + (not record.direct)

@@ -37,7 +37,7 @@ from smddp.modelparallel.torch.sharding.shard import ShardedParameter
 
 __all__ = ["Gathers"]
 
-# What a rank says in place of the number of a parameter, in a slice without a plan.
+# A rank says this in place of the number of a parameter, in a slice without a plan.
 _END, _FAILED = -1, -2
 # So many gathers may be under way for code that has not asked for them yet.
 _AHEAD = 2
@@ -323,8 +323,8 @@ class Gathers:
         else:
             key = (decision, self._names[decision]), 0
         one = _Slice(key, self._step_plans.get(key))
-        # The same count on all ranks, whatever is live there now. If what was expected before has
-        # not come yet, nothing more is gathered for what may not come.
+        # All ranks count alike, whatever is live there now. If a slice that was expected before has
+        # not come yet, nothing more is gathered ahead.
         count = size = 0
         for planned in (one.plan or [])[:_AHEAD] if not self._expected else []:
             size += self.entries[planned.number].padded

@@ -115,7 +115,7 @@ class ShardedSum(GradientSum):
         }
 
     def _forget(self) -> None:
-        # What is reduced next: a microbatch, and the place of a bucket.
+        # The next to be reduced: a microbatch, and the place of a bucket.
         self._next = (0, 0)
         # Whole gradients that wait for their bucket, by microbatch and bucket, then by parameter.
         self._waiting: dict[tuple[int, int], dict[int, torch.Tensor]] = {}

@@ -172,7 +172,7 @@ class Sharding:
             if found:
                 self._of_module[number] = found
         if delayed:
-            # What was recorded has circles of references, and tensors such as a state dict's.
+            # Records have circles of references, and tensors such as a state dict's.
             gc.collect()
         self.gathers.entries = self.entries
         self.sums.adopt(self.entries)
@@ -287,7 +287,7 @@ class Sharding:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
             if thread.depth == 1:
-                # Those whose gradient has not come: they are not needed any more.
+                # Parameters whose gradient has not come are not needed any more.
                 for entry in list(thread.in_backward.values()):
                     self._end_backward(entry)
         finally:

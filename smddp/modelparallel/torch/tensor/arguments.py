@@ -31,7 +31,7 @@ def _is_deviation(value: Any) -> bool:
     return isinstance(value, Real) and float(value) >= 0
 
 
-# What an argument has to be -> a check of that, and the names of these arguments.
+# Description of a kind of argument -> a check, and the names of these arguments.
 _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "a positive integer": (
         _is_size,

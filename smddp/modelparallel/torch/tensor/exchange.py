@@ -133,7 +133,7 @@ class Exchange:
         result: Tensor = _Exchanged.apply(x, forward, backward)
         return result
 
-    # What follows works on values, without gradients.
+    # The methods below work on values, without gradients.
 
     def _make(self, kind: str, result: Tensor, x: Tensor) -> None:
         if not isinstance(x, FakeTensor):

@@ -25,12 +25,27 @@ def tensor_parallelism(enabled: bool = True, **tensor_parallel_config: Any) -> I
 
     It may come before smp.init. The innermost context counts. smp.DistributedModel replaces the
     outermost supported modules by distributed ones, with new weights, also with
-    tensor_parallel_degree 1.
+    tensor_parallel_degree 1. They keep requires_grad of each parameter, the partition, and delayed
+    initialization. All ranks of a group have to divide the same modules in the same way, and to
+    freeze the same parameters: smp.DistributedModel compares them.
+
+    A module stays whole in these cases, with a line in the log of rank 0 except in the last one;
+    the modules inside it are then looked at:
+
+    - a module outside it uses one of its parameters, or a module inside it that has parameters;
+    - it or a module inside it has hooks of the forward or backward pass, or one of its parameters
+      has hooks; or a script has given it a `forward` in place of that of its class;
+    - the degree does not divide a size that is divided: `in_features` of nn.Linear, `embedding_dim`
+      of nn.Embedding, heads and `intermediate_size` of a transformer;
+    - what would take its place has no such option, as `max_norm` and `sparse` of nn.Embedding; an
+      `init_hook` of a script may raise SMPUsageError, too;
+    - some of its parameters are frozen, and what would take its place has none of that name;
+    - its class only inherits from a known one.
 
     Args:
         enabled: False lets modules stay whole.
         tensor_parallel_config: arguments of the distributed modules; each takes those that it
-            knows.
+            knows. If none knows one, the log of rank 0 warns.
     """
     options = dict(tensor_parallel_config) if enabled else None
     with each_new_module(lambda module: module.__dict__.__setitem__(_ATTRIBUTE, options)):

@@ -34,7 +34,7 @@ __all__ = [
 
 # Arguments that do not change the results.
 _IGNORED = {"use_cache", "cache_position"}
-# Those that choose what is returned, and the one value that there is.
+# Arguments that choose what is returned, and the one value that is allowed.
 _RETURNED = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 
 
@@ -127,7 +127,7 @@ class Architecture(NamedTuple):
                 # Names that no rule changes are Hugging Face's already.
                 name.removeprefix(hooks.own_prefix if name in given else hooks.prefix): value
                 for name, value in self.to_hf(given, max_seq_len).items()
-                # What belongs to a language model only, a head, the module does not have.
+                # A module without a head does not have what belongs to a language model only.
                 if name.startswith(hooks.prefix) or name in given
             }
             return placed(state, own)

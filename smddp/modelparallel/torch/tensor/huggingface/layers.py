@@ -20,7 +20,8 @@ from smddp.modelparallel.torch.tensor.transformer.options import arguments_of
 
 __all__ = ["forward_hook", "hooks"]
 
-# What a layer cannot do, and the argument of the model that turns it off. Releases differ in names.
+# Arguments that a layer refuses, and the argument of the model that turns each off. Releases differ
+# in names.
 _REFUSED = {
     **dict.fromkeys(
         ("use_cache", "cache", "past_key_values", "past_key_value", "layer_past"), "use_cache"

@@ -65,7 +65,8 @@ class DistributedTransformerOutputLayer(FeedForward):
         hidden_size: features of input and output.
         intermediate_size: features between the two linear layers; divided over ranks.
         hidden_dropout_prob: probability with which a feature is set to 0 before the residual.
-        activation: between the linear layers: "gelu", "relu", or "gelu_new", by tanh.
+        activation: between the linear layers: "gelu", "relu", or "gelu_new", by tanh (also as
+            "gelu_fast" and "gelu_pytorch_tanh").
         layernorm_epsilon: is added to variances.
         initializer_range: standard deviation of weights with use_normal_initialization.
         use_normal_initialization: draw weights from a normal distribution? By default they are
