@@ -85,11 +85,11 @@ class DistributedModel(ModelQueries):
     caller finds there afterwards, with gradients, if it is a number, a text, a tensor, or a list,
     tuple, dict or set of these; a warning names others. The first step of a function finds which
     modules do so; later ones are not noticed. Other ranks than the caller do not see the
-    attributes. And those that a module sets on the very rank that reads them may be another
-    microbatch's if the code in between has waited for another rank: return values from forward
-    there. A module does not see attributes, or modules put in the place of others, that code of
-    another rank sets during a step, nor context variables or `torch.set_default_dtype`; in the
-    first step a warning names the module. Other methods than forward run where they are called. So
+    attributes. If code changes attributes of modules of its own rank, or other objects, in several
+    microbatches before it waits for another rank, microbatches run one after the other. A module
+    does not see attributes, or modules put in the place of others, that code of another rank sets
+    during a step, nor global variables, context variables or `torch.set_default_dtype`; in the
+    first step a warning names what was changed, and the module. Other methods than forward run where they are called. So
     layers whose own backward methods are called in place of autograd, as Reformer's are, have to be
     with their caller: use `smp.set_partition`.
 
