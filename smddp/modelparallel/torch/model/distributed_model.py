@@ -89,9 +89,9 @@ class DistributedModel(ModelQueries):
     microbatches before it waits for another rank, microbatches run one after the other. A module
     does not see attributes, or modules put in the place of others, that code of another rank sets
     during a step, nor global variables, context variables or `torch.set_default_dtype`; in the
-    first step a warning names what was changed, and the module. Other methods than forward run where they are called. So
-    layers whose own backward methods are called in place of autograd, as Reformer's are, have to be
-    with their caller: use `smp.set_partition`.
+    first step a warning names what was changed, and the module. Other methods than forward run
+    where they are called. So layers whose own backward methods are called in place of autograd, as
+    Reformer's are, have to be with their caller: use `smp.set_partition`.
 
     **Hooks.** Forward hooks run where the module lives, and once more on each rank whose code has
     called it or a module around it, after the call, in the order of the calls. One that is
