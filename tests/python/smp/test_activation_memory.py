@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import device_cases
 import pytest
@@ -41,19 +42,32 @@ def items_of(offloader: Offloader) -> list[Any]:
 class Live:
     """Counts the tensors of a kind whose memory is not free."""
 
-    storages: ClassVar[list[tuple[str, StorageWeakRef]]] = []
+    def __init__(self) -> None:
+        self.storages: list[tuple[str, StorageWeakRef]] = []
 
-    @classmethod
-    def note(cls, kind: str, tensor: Tensor) -> None:
-        known = {weak.cdata for _, weak in cls.storages if not weak.expired()}
+    def note(self, kind: str, tensor: Tensor) -> None:
+        known = {weak.cdata for _, weak in self.storages if not weak.expired()}
         weak = StorageWeakRef(tensor.untyped_storage())
         if weak.cdata not in known:
-            cls.storages.append((kind, weak))
+            self.storages.append((kind, weak))
 
-    @classmethod
-    def count(cls, kind: str) -> int:
-        cls.storages = [(k, weak) for k, weak in cls.storages if not weak.expired()]
-        return sum(k == kind for k, _ in cls.storages)
+    def count(self, kind: str) -> int:
+        self.storages = [(k, weak) for k, weak in self.storages if not weak.expired()]
+        return sum(k == kind for k, _ in self.storages)
+
+
+class Counts:
+    """What a probe has counted."""
+
+    def __init__(self, _: int) -> None:
+        self.backward: list[tuple[int, int]] = []
+        self.forward: list[int] = []
+
+
+# Behind caches, where smp does not look: microbatches do not overlap if objects change that the
+# code of modules can get to.
+live = functools.cache(Live)
+counts_of = functools.cache(Counts)
 
 
 class Layer(nn.Module):
@@ -64,14 +78,10 @@ class Layer(nn.Module):
         self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        Live.note("argument", x)
+        live().note("argument", x)
         h = torch.tanh(self.wide(x))
-        Live.note("inner", h)
+        live().note("inner", h)
         return self.narrow(h)
-
-
-def _counts() -> Any:
-    return type("Counts", (), {"backward": [], "forward": []})
 
 
 class Probe(nn.Module):
@@ -81,23 +91,21 @@ class Probe(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
         self.offloader: Any = None
-        # In a class: microbatches do not overlap where attributes have lists that change.
-        self.counts = _counts()
 
     def forward(self, x: Tensor) -> Tensor:
         y = x * self.weight
         if y.requires_grad:
             y.register_hook(self._count)
-            self.counts.forward.append(Live.count("argument"))
+            counts_of(id(self)).forward.append(live().count("argument"))
         return y
 
     def _count(self, _: Tensor) -> None:
         if self.offloader is not None:
             for item in items_of(self.offloader):
                 if item._away is not None and item._away._back is not None:
-                    Live.note("argument", item._away._back)
+                    live().note("argument", item._away._back)
         gc.collect()
-        self.counts.backward.append((Live.count("argument"), Live.count("inner")))
+        counts_of(id(self)).backward.append((live().count("argument"), live().count("inner")))
 
 
 @smp.step
@@ -130,23 +138,24 @@ def measured(pp: int, strategy: str, config: dict[str, Any]) -> Any:
             smp.set_activation_checkpointing(part, strategy=strategy)
     probe = parts[2 * smp.pp_rank() + 1]
     assert isinstance(probe, Probe)
+    counts = counts_of(id(probe))
     folder = os.environ.get("TMPDIR", "")
     results = []
     for step in range(3):
         x = torch.randn(MICROBATCHES * 32, WIDTH, generator=torch.Generator().manual_seed(step))
-        probe.counts.backward.clear()
-        probe.counts.forward.clear()
+        counts.backward.clear()
+        counts.forward.clear()
         results.append(train(model, x).stack())
     results += [parameter.grad for parameter in model.local_parameters()]
     if offloader is not None:
         offloader._file.await_moves()
         assert Path(folder).is_dir()
         assert list(Path(folder).iterdir()) == []  # the file has no name
-    most = [max(counts) for counts in zip(*probe.counts.backward, strict=True)]
+    most = [max(several) for several in zip(*counts.backward, strict=True)]
     gc.collect()
     moved = 0 if offloader is None else offloader._file._end
-    left = Live.count("argument") + Live.count("inner")
-    return results, most, max(probe.counts.forward), left, moved
+    left = live().count("argument") + live().count("inner")
+    return results, most, max(counts.forward), left, moved
 
 
 @pytest.mark.parametrize(("pp", "horizon"), [(2, 2), (2, 1), (1, 1)])
@@ -269,12 +278,12 @@ def failing_in(when: str, pp: int, config: dict[str, Any]) -> list[int]:
     with pytest.raises((SMPMicrobatchError, SMPPeerError)):
         train(model, x)
     smp.barrier()
-    left = [Live.count("argument") + Live.count("inner")]
+    left = [live().count("argument") + live().count("inner")]
     if pp == 1:
         # Neither does a forward pass keep values if no backward pass follows it.
         faults[-1].when = ""
         model(x)
-        left.append(Live.count("argument") + Live.count("inner"))
+        left.append(live().count("argument") + live().count("inner"))
     return left
 
 

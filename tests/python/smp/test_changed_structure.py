@@ -121,10 +121,11 @@ def _count_repetitions(runtime: Any) -> list[int]:
     again: list[int] = []
     begin = runtime.begin_step
 
-    def counted(name: str, schedule: Any, repeated: bool) -> Any:
+    def counted(*args: Any) -> Any:
+        repeated = args[-1]
         if repeated:
             again.append(runtime.steps)
-        return begin(name, schedule, repeated)
+        return begin(*args)
 
     runtime.begin_step = counted
     return again

@@ -22,7 +22,7 @@ from torch import nn
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.torch.common.buffers import version_of
 
-__all__ = ["Change", "ObjectValues", "Values", "make_change"]
+__all__ = ["Change", "ObjectValues", "Values", "make_change", "slots_of"]
 
 # Objects of these classes hold nothing that a call changes, or nothing that may be put back.
 _OPAQUE = (
@@ -308,6 +308,16 @@ def _restore(parts: Iterable[_Part]) -> None:
 def _set_states(generators: Iterable[tuple[torch.Generator, torch.Tensor]]) -> None:
     for generator, state in generators:
         generator.set_state(state)
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """Returns the attributes of an object that have no place in its `__dict__`, as far as set.
+
+    Args:
+        value: any object.
+    """
+    names = _slots(type(value))
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def _slots(kind: type) -> list[str]:

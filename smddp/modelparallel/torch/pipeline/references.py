@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["OF_TORCH", "Variable", "has_attributes", "is_of_library", "references", "variables_of"]
+from smddp.modelparallel.torch.activations.object_values import slots_of
+
+__all__ = [
+    "OF_TORCH",
+    "Variable",
+    "attributes_of",
+    "has_attributes",
+    "is_of_library",
+    "references",
+    "variables_of",
+]
 
 # Attributes of modules that torch itself, or smp, keeps.
 OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
@@ -61,19 +71,27 @@ def references(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, type):
         yield from _of_class(value)
     elif has_attributes(value):
-        yield from vars(value).items()
+        yield from attributes_of(value).items()
 
 
 def has_attributes(value: Any) -> bool:
-    """Says whether an object is of a class of the user's code, and has attributes of its own.
+    """Says whether an object is of a class of the user's code, which may have attributes.
 
     Args:
         value: any object.
     """
     if isinstance(value, torch.Tensor | types.ModuleType | types.FunctionType | type):
         return False
-    own = getattr(value, "__dict__", None)
-    return isinstance(own, dict) and not is_of_library(type(value).__module__)
+    return not is_of_library(type(value).__module__)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Returns the attributes of an object of the user's code: its own, and those with slots.
+
+    Args:
+        value: the object.
+    """
+    return {**getattr(value, "__dict__", {}), **slots_of(value)}
 
 
 def is_of_library(module: str | None) -> bool:

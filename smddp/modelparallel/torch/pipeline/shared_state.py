@@ -24,6 +24,7 @@ from smddp.modelparallel.torch.common.buffers import version_of
 from smddp.modelparallel.torch.pipeline.references import (
     OF_TORCH,
     Variable,
+    attributes_of,
     has_attributes,
     is_of_library,
     references,
@@ -268,8 +269,10 @@ def _content(value: Any) -> dict[Any, Any]:
         return {"": _state(value.value)}
     if value is _DEFAULT_DTYPE:
         return {"": torch.get_default_dtype()}
-    if isinstance(value, type) or has_attributes(value):
+    if isinstance(value, type):
         return {name: _state(one) for name, one in vars(value).items()}
+    if has_attributes(value):
+        return {name: _state(one) for name, one in attributes_of(value).items()}
     return {}
 
 
