@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -19,29 +20,38 @@ pytestmark = pytest.mark.multiprocess
 MICROBATCHES = 12
 
 
-class Keep(torch.autograd.Function):
-    """Copies its input and keeps an activation; counts those kept in this process."""
+class Activation:
+    """An activation that counts itself."""
 
-    kept = 0
-    most = 0
-    lock: ClassVar[threading.Lock] = threading.Lock()
 
-    class Activation:
-        """An activation that counts itself."""
+class Counter:
+    """Counts the activations that are kept in this process, and the most at a time."""
 
-    @classmethod
-    def count(cls, change: int) -> None:
+    def __init__(self) -> None:
+        self.kept, self.most = 0, 0
+        self._lock = threading.Lock()
+
+    def count(self, change: int) -> None:
         """Counts one more, or one less."""
-        with cls.lock:
-            cls.kept += change
-            cls.most = max(cls.most, cls.kept)
+        with self._lock:
+            self.kept += change
+            self.most = max(self.most, self.kept)
+
+
+# Behind a cache, where smp does not look: microbatches do not overlap if objects change that the
+# code of modules can get to.
+counter = functools.cache(Counter)
+
+
+class Keep(torch.autograd.Function):
+    """Copies its input and keeps an activation."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         """Keeps an activation until autograd frees it."""
-        ctx.activation = Keep.Activation()
-        Keep.count(1)
-        weakref.finalize(ctx.activation, Keep.count, -1)
+        ctx.activation = Activation()
+        counter().count(1)
+        weakref.finalize(ctx.activation, counter().count, -1)
         return x.clone()
 
     @staticmethod
@@ -90,10 +100,10 @@ def kept_activations(partitions: int, pipeline: str, active: int) -> list[int]:
     model = smp.DistributedModel(nn.Sequential(*stages))
     seen = []
     for _ in range(3):
-        Keep.most = 0
+        counter().most = 0
         train(model, torch.ones(MICROBATCHES, 4))
-        seen.append(Keep.most)
-    return [*seen, Keep.kept]
+        seen.append(counter().most)
+    return [*seen, counter().kept]
 
 
 @pytest.mark.parametrize("partitions", [2, 3])
