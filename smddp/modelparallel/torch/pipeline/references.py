@@ -40,11 +40,11 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) | {"builtins", "numpy", "smddp",
 def references(value: Any) -> Iterator[tuple[str, Any]]:
     """Yields the objects to which an object refers, with their names; nothing for most objects.
 
-    These are: of a module, its attributes, with its parameters, buffers and modules, and its class;
-    of a class of modules, its forward method and the methods that this calls; of a function, its
-    default arguments and the variables outside it that its code uses; of a container, its entries;
-    of a class, or of an object, of the user's code, its attributes. Of Python's own objects and
-    those of torch, nothing.
+    These are: of a module, its attributes, with its parameters and modules, not its buffers, and
+    its class; of a class of modules, its forward method and the methods that this calls; of a
+    function, its default arguments and the variables outside it that its code uses; of a container,
+    its entries; of a class, or of an object, of the user's code, its attributes. Of Python's own
+    objects and those of torch, nothing.
 
     Args:
         value: any object.
@@ -157,8 +157,9 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in own.items():
         if name not in OF_TORCH:
             yield name, value
-    for kind in ("_parameters", "_buffers", "_modules"):
-        yield from own[kind].items()
+    # Not the methods of these dicts, which may ask other ranks; so may a buffer.
+    yield from dict.items(own["_parameters"])
+    yield from dict.items(own["_modules"])
     yield "class", type(module)
 
 
