@@ -6,8 +6,6 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include "bindings/bare_exchange.h"
-#include "bindings/bare_loop.h"
 #include "bindings/error_types.h"
 #include "bindings/interrupt.h"
 #include "bindings/plan_tool.h"
@@ -274,8 +272,6 @@ PYBIND11_MODULE(_C, m) {
   smddp::bindings::bindErrorTypes(m);
   smddp::bindings::installInterruptCheck();
   smddp::bindings::bindPlanTool(m);
-  smddp::bindings::bindBareLoop(m);
-  smddp::bindings::bindBareExchange(m);
   smddp::bindings::bindRandomNumber(m);
   bindProcessGroup(m);
   bindCallOrder(m);
