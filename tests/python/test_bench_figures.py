@@ -223,6 +223,13 @@ def test_results_have_one_row_per_line() -> None:
         assert text == json_text(json.loads(text)) + "\n", path.name
 
 
+def test_only_the_newest_results_are_kept() -> None:
+    names = [path.stem for path in (ROOT / "benchmarks" / "results").iterdir()]
+    assert len(names) <= 31, "30 files and the page; git has the others"
+    layouts = [name.rpartition("_")[0] for name in names]
+    assert len(set(layouts)) == len(layouts), "a file was replaced and is still there"
+
+
 def test_page_of_results_is_what_the_script_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import summary
