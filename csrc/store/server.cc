@@ -55,8 +55,8 @@ Server::Server(const std::string& host, uint16_t port, Nanoseconds timeout)
     if (!listener_ && errno == EADDRINUSE) break;
   }
   if (!listener_ && errno == EADDRNOTAVAIL) {
-    const auto everywhere = resolve("", port, timeout);
-    for (const addrinfo* one = everywhere.get(); one && !listener_; one = one->ai_next) {
+    const auto everywhere = everyInterface(port);
+    for (const addrinfo* one = everywhere.list.get(); one && !listener_; one = one->ai_next) {
       listener_ = listenAt(*one);
     }
   }
