@@ -7,6 +7,8 @@
 #include <cstdlib>
 #include <iterator>
 #include <map>
+#include <memory>
+#include <string>
 
 #include "common/config.h"
 #include "common/host_address.h"

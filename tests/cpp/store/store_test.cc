@@ -278,6 +278,16 @@ TEST(Names, AnAddressThatDropsPacketsLeavesTimeForTheOthers) {
   EXPECT_TRUE(hasTimeLeft);
 }
 
+// The reply would have 64 GiB.
+TEST(Store, AValueThatIsNamedManyTimesIsNotCopiedManyTimes) {
+  const Server server(kHost, 0);
+  Client client(kHost, server.port(), kPatience);
+  client.set("key", Bytes(1 << 20));
+  const std::vector<std::string> names(UINT16_MAX, "key");
+  EXPECT_EQ(kindOf([&] { client.multiGet(names, kPatience); }), ErrorKind::PeerLost);
+  EXPECT_EQ(client.get("key", kPatience).size(), size_t{1} << 20);
+}
+
 TEST(Store, APortIsTakenAndAHostUnknown) {
   const Server server(kHost, 0);
   EXPECT_EQ(kindOf([&] { const Server second(kHost, server.port()); }), ErrorKind::Transport);
