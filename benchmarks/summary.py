@@ -21,11 +21,11 @@ HEAD = """# Results
 `python benchmarks/summary.py` writes this page from the files beside it.
 [benchmarks/README.md](../README.md) says how to add one, and what limits the figures.
 
-A file is named after what was measured, the layout, the machine and the day. For each machine and
-layout only the newest is kept. `ranks4` is 4 ranks of one node, `nodes2x2` 2 nodes of 2 ranks
-played by one machine, `hosts2x2_1gbit` 2 network namespaces joined by a link of that rate,
-`gpu_ranks4` 4 ranks that share the memory of one GPU. In files
-with `busy`, another program used one of the two cores.
+A file is named after what was measured, the layout, the machine and the day. For each layout only
+the newest is kept, and 30 files at most. `ranks4` is 4 ranks of one node, `nodes2x2` 2 nodes of 2
+ranks played by one machine, `hosts2x2_1gbit` 2 network namespaces joined by a link of that rate,
+`gpu_ranks4` 4 ranks that share the memory of one GPU. In files with `busy`, another program used
+one of the two cores.
 
 Speeds of one machine change by a factor of two from minute to minute. Compare the backends within
 one file, not times of two files. "1.5 / 2.0" is ordinary memory / communication memory.
@@ -171,8 +171,8 @@ def _calls(files: dict[str, Any]) -> str:
     return _table(["", "forward", "backward"], lines)
 
 
-def _sleeping(files: dict[str, Any], variant: str) -> str:
-    """Returns a table of the rows of a variant, whose ratio is that to what it is compared with."""
+def _sleeping(files: dict[str, Any]) -> str:
+    """Returns a table of the sharded runs, whose ratio is that to runs without sharding."""
     lines = [
         [
             *(f"{1e3 * read['options']['seconds']:.0f}", str(row["ranks"]), str(row["partitions"])),
@@ -180,7 +180,7 @@ def _sleeping(files: dict[str, Any], variant: str) -> str:
         ]
         for read in files.values()
         for row in read["rows"]
-        if row["variant"] == variant
+        if row["variant"] == "sharded"
     ]
     return _table(["sleep, ms", "ranks", "partitions", "step, ms", "of the same without"], lines)
 
@@ -277,16 +277,13 @@ def summary() -> str:
         "Pipelines of stages that sleep: % of the bound, by microbatches, for smp / "
         "torch.distributed.pipelining / its Interleaved1F1B": _pipelines(those("pipeline_ranks")),
         "Sharded data parallelism of layers that sleep: speed without sharding = 1": (
-            _sleeping(those("sharding_sleep_"), "sharded")
+            _sleeping(those("sharding_sleep_"))
         ),
         "Sharded data parallelism of a transformer beside FSDP2": (
             _sharding(those("sharding_transformer_"))
         ),
         "Tensor parallelism: a transformer block by bytes of activations: ms "
         "(times that of smp over smddp)": _blocks(those("tensor_block_")),
-        "Tensor parallelism in a pipeline of layers that sleep: speed of the pipeline alone = 1": (
-            _sleeping(those("tensor_sleep_"), "divided")
-        ),
         "Steps of Keras with 2 ranks, by bytes of gradients (`alone`: one rank's share without the "
         "other)": _tensorflow(those("tensorflow_")),
         "An operation of TensorFlow on 4 bytes, in eager code": _operations(those("tensorflow_")),

@@ -6,8 +6,6 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include "bindings/bare_exchange.h"
-#include "bindings/bare_loop.h"
 #include "bindings/error_types.h"
 #include "bindings/interrupt.h"
 #include "bindings/plan_tool.h"
@@ -119,8 +117,7 @@ void bindProcessGroup(py::module& m) {
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
            py::arg("algorithm"), py::arg("wire"), py::arg("ranks_of_world"), py::arg("device_type"),
            py::arg("name_of"), py::arg("make_nccl"), py::arg("cuda_part") = "")
-      .def("gpu_path", &GpuProcessGroup::path)
-      .def("gpu_sum", &GpuProcessGroup::sumPlace);
+      .def("gpu_path", &GpuProcessGroup::path);
   m.def(
       "empty",
       [](const std::vector<int64_t>& sizes, at::ScalarType type) {
@@ -274,8 +271,6 @@ PYBIND11_MODULE(_C, m) {
   smddp::bindings::bindErrorTypes(m);
   smddp::bindings::installInterruptCheck();
   smddp::bindings::bindPlanTool(m);
-  smddp::bindings::bindBareLoop(m);
-  smddp::bindings::bindBareExchange(m);
   smddp::bindings::bindRandomNumber(m);
   bindProcessGroup(m);
   bindCallOrder(m);

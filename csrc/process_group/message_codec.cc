@@ -14,6 +14,8 @@
 #include <limits>
 #include <numeric>
 
+#include "process_group/message_front.h"
+
 namespace smddp::process_group {
 
 namespace {
@@ -22,22 +24,7 @@ namespace {
 // travels by itself.
 constexpr size_t kSmallBytes = 4096;
 
-// The first bytes of a front.
-struct Front {
-  uint32_t header = 0;   // bytes
-  uint32_t tensors = 0;  // how many
-  uint32_t total = 0;    // bytes of all of the front
-  uint32_t last = 0;
-};
-static_assert(sizeof(Front) == kFrontPrefix);
-
-struct Description {
-  enum Kind : uint8_t { None, Small, Large, Sparse };
-  Kind kind = None;
-  int8_t type = 0;  // c10::ScalarType
-  uint8_t requiresGrad = 0;
-  uint8_t dimensions = 0;
-};
+static_assert(sizeof(FrontHead) == kFrontPrefix);
 
 at::Tensor newTensor(at::IntArrayRef sizes, at::ScalarType type) {
   return at::detail::empty_cpu(sizes, type);
@@ -132,8 +119,6 @@ class Writer {
   std::vector<std::byte> bytes_;
 };
 
-void check(bool right) { TORCH_CHECK(right, "smp: a message between ranks is damaged"); }
-
 // A sparse tensor of these parts, whose memory it shares. They may have no values yet, so nothing checks them.
 at::Tensor sparseOf(const std::vector<at::Tensor>& parts, at::IntArrayRef sizes, at::Layout layout,
                     bool coalesced) {
@@ -149,26 +134,6 @@ at::Tensor sparseOf(const std::vector<at::Tensor>& parts, at::IntArrayRef sizes,
   return at::_sparse_compressed_tensor_unsafe(parts[0], parts[1], values, sizes,
                                               values.options().layout(layout));
 }
-
-class Reader {
- public:
-  explicit Reader(std::span<const std::byte> bytes) : left_(bytes) {}
-  std::span<const std::byte> raw(size_t size) {
-    check(size <= left_.size());
-    const auto begin = left_.first(size);
-    left_ = left_.subspan(size);
-    return begin;
-  }
-  template <typename Value>
-  Value value() {
-    Value value;
-    std::memcpy(&value, raw(sizeof(value)).data(), sizeof(value));
-    return value;
-  }
-
- private:
-  std::span<const std::byte> left_;
-};
 
 }  // namespace
 
@@ -193,7 +158,7 @@ class Encoder {
 
   void add(const std::optional<at::Tensor>& tensor) {
     if (!tensor) {
-      writer_.value(Description{});
+      writer_.value(TensorHead{});
     } else if (hasParts(*tensor)) {
       addSparse(*tensor);
     } else {
@@ -203,7 +168,7 @@ class Encoder {
 
  private:
   void addSparse(const at::Tensor& tensor) {
-    describe(Description::Sparse, tensor, tensor);
+    describe(TensorHead::Sparse, tensor, tensor);
     for (const int64_t size : tensor.sizes()) writer_.value(size);
     const bool coalesced = tensor.layout() == at::kSparse && cooOf(tensor).coalesced();
     writer_.value(static_cast<uint8_t>(tensor.layout()));
@@ -214,7 +179,7 @@ class Encoder {
   void addDense(const at::Tensor& tensor) {
     const at::Tensor data = sendable(tensor);
     const bool isSmall = small_ + data.nbytes() <= kSmallBytes;
-    describe(isSmall ? Description::Small : Description::Large, data, tensor);
+    describe(isSmall ? TensorHead::Small : TensorHead::Large, data, tensor);
     for (const int64_t size : data.sizes()) writer_.value(size);
     for (const uint8_t dimension : orderOf(data.strides())) writer_.value(dimension);
     if (isSmall) {
@@ -225,9 +190,9 @@ class Encoder {
     }
   }
 
-  void describe(Description::Kind kind, const at::Tensor& data, const at::Tensor& tensor) {
-    writer_.value(Description{kind, static_cast<int8_t>(data.scalar_type()), tensor.requires_grad(),
-                              static_cast<uint8_t>(data.dim())});
+  void describe(TensorHead::Kind kind, const at::Tensor& data, const at::Tensor& tensor) {
+    writer_.value(TensorHead{kind, static_cast<int8_t>(data.scalar_type()), tensor.requires_grad(),
+                             static_cast<uint8_t>(data.dim())});
   }
 
   Writer& writer_;
@@ -235,67 +200,49 @@ class Encoder {
   size_t small_ = 0;
 };
 
+constexpr TensorFacts kFacts{
+    .elementBytes =
+        [](int8_t type) {
+          const bool isOne = type >= 0 && type < static_cast<int8_t>(at::ScalarType::Undefined);
+          return isOne ? c10::scalarTypeToTypeMeta(static_cast<at::ScalarType>(type)).itemsize()
+                       : size_t{0};
+        },
+    .parts = [](uint8_t layout) -> size_t {
+      if (!isSparse(static_cast<at::Layout>(layout))) return 0;
+      return static_cast<at::Layout>(layout) == at::kSparse ? 2 : 3;
+    },
+};
+
+// Makes the tensors that a front describes; the places of large ones are collected.
 class Decoder {
  public:
-  Decoder(Reader& reader, std::vector<at::Tensor>& large) : reader_(reader), large_(large) {}
+  explicit Decoder(std::vector<at::Tensor>& large) : large_(large) {}
 
-  std::optional<at::Tensor> next() {
-    const auto about = reader_.value<Description>();
-    if (about.kind == Description::None) return std::nullopt;
-    check(about.kind <= Description::Sparse);
-    check(about.type >= 0 && about.type < static_cast<int8_t>(at::ScalarType::Undefined));
-    at::Tensor tensor = about.kind == Description::Sparse ? sparse(about) : dense(about);
-    tensor.set_requires_grad(about.requiresGrad != 0);
+  at::Tensor make(const TensorFront& front) {
+    at::Tensor tensor = front.head.kind == TensorHead::Sparse ? sparse(front) : dense(front);
+    tensor.set_requires_grad(front.head.requiresGrad != 0);
     return tensor;
   }
 
  private:
-  at::Tensor sparse(const Description& about) {
-    const auto sizes = sizesOf(about);
-    const auto layout = static_cast<at::Layout>(reader_.value<uint8_t>());
-    check(isSparse(layout));
-    const bool coalesced = reader_.value<uint8_t>() != 0;
+  at::Tensor sparse(const TensorFront& front) {
     std::vector<at::Tensor> parts;
-    for (int i = 0; i < (layout == at::kSparse ? 2 : 3); ++i) {
-      const auto part = reader_.value<Description>();
-      check(part.kind == Description::Small || part.kind == Description::Large);
-      parts.push_back(dense(part));
-    }
-    return sparseOf(parts, sizes, layout, coalesced);
+    for (const TensorFront& part : front.parts) parts.push_back(dense(part));
+    return sparseOf(parts, front.sizes, static_cast<at::Layout>(front.layout), front.coalesced);
   }
 
-  at::Tensor dense(const Description& about) {
-    const auto sizes = sizesOf(about);
-    std::vector<uint8_t> order;
-    std::vector<bool> seen(about.dimensions);
-    for (int d = 0; d < about.dimensions; ++d) {
-      order.push_back(reader_.value<uint8_t>());
-      check(order.back() < about.dimensions && !seen[order.back()]);
-      seen[order.back()] = true;
-    }
-    at::Tensor tensor = at::detail::empty_strided_cpu(sizes, stridesOf(sizes, order),
-                                                      static_cast<at::ScalarType>(about.type));
-    if (about.kind == Description::Small) {
-      const auto elements = reader_.raw(tensor.nbytes());
-      if (!elements.empty()) {
-        std::memcpy(tensor.mutable_data_ptr(), elements.data(), elements.size());
-      }
-    } else {
+  at::Tensor dense(const TensorFront& front) {
+    at::Tensor tensor =
+        at::detail::empty_strided_cpu(front.sizes, stridesOf(front.sizes, front.order),
+                                      static_cast<at::ScalarType>(front.head.type));
+    if (front.head.kind == TensorHead::Large) {
       large_.push_back(byteView(tensor, 0, static_cast<int64_t>(tensor.nbytes())));
+    } else if (!front.elements.empty()) {
+      std::memcpy(tensor.mutable_data_ptr(), front.elements.data(), front.elements.size());
     }
     return tensor;
   }
 
-  std::vector<int64_t> sizesOf(const Description& about) {
-    std::vector<int64_t> sizes;
-    for (int d = 0; d < about.dimensions; ++d) {
-      sizes.push_back(reader_.value<int64_t>());
-      check(sizes.back() >= 0);
-    }
-    return sizes;
-  }
-
-  Reader& reader_;
   std::vector<at::Tensor>& large_;
 };
 
@@ -307,7 +254,7 @@ EncodedMessage encodeMessage(const std::string& header,
   const c10::InferenceMode guard(false);
   Writer writer;
   writer.bytes().reserve(kSmallBytes + least);
-  Front front{narrowed(header.size()), narrowed(tensors.size()), 0, last};
+  FrontHead front{narrowed(header.size()), narrowed(tensors.size()), 0, last};
   writer.value(front);
   writer.raw(header.data(), header.size());
   EncodedMessage message;
@@ -322,18 +269,20 @@ EncodedMessage encodeMessage(const std::string& header,
   return message;
 }
 
-size_t frontLength(std::span<const std::byte> begin) { return Reader(begin).value<Front>().total; }
+size_t frontLength(std::span<const std::byte> begin) {
+  return FrontReader(begin, kFacts).head().total;
+}
 
 DecodedMessage decodeFront(std::span<const std::byte> bytes) {
   const c10::InferenceMode guard(false);
-  Reader reader(bytes);
-  const auto front = reader.value<Front>();
-  const auto header = reader.raw(front.header);
+  const MessageFront front = FrontReader(bytes, kFacts).message();
   DecodedMessage message;
-  message.header.assign(reinterpret_cast<const char*>(header.data()), header.size());
-  message.last = front.last != 0;
-  Decoder decoder(reader, message.largeTensors);
-  for (uint32_t i = 0; i < front.tensors; ++i) message.tensors.push_back(decoder.next());
+  message.header = front.header;
+  message.last = front.last;
+  Decoder decoder(message.largeTensors);
+  for (const auto& tensor : front.tensors) {
+    message.tensors.push_back(tensor ? std::optional(decoder.make(*tensor)) : std::nullopt);
+  }
   return message;
 }
 

@@ -42,7 +42,7 @@ Client::Client(const std::string& host, uint16_t port, Nanoseconds timeout)
 }
 
 int Client::connectToAny(const Deadline& deadline) {
-  const Addresses addresses = resolve(host_, port_, deadline.at - clock_.now());
+  const AddressList addresses = resolve(host_, port_, deadline.at - clock_.now());
   Nanoseconds numLeft = 0;
   for (const addrinfo* one = addresses.get(); one; one = one->ai_next) ++numLeft;
   int failure = ECONNREFUSED;

@@ -6,6 +6,7 @@
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <cstring>
@@ -55,8 +56,8 @@ Server::Server(const std::string& host, uint16_t port, Nanoseconds timeout)
     if (!listener_ && errno == EADDRINUSE) break;
   }
   if (!listener_ && errno == EADDRNOTAVAIL) {
-    const auto everywhere = resolve("", port, timeout);
-    for (const addrinfo* one = everywhere.get(); one && !listener_; one = one->ai_next) {
+    const auto everywhere = everyInterface(port);
+    for (const addrinfo* one = everywhere.list.get(); one && !listener_; one = one->ai_next) {
       listener_ = listenAt(*one);
     }
   }
@@ -193,9 +194,15 @@ Bytes Server::answer(const Request& request) {
     }
     case RequestKind::Get: {
       bootstrap::BlobWriter rest;
+      size_t bytes = 0;
       for (const std::string& key : request.keys) {
         const auto found = values_.find(key);
         if (found == values_.end()) return replyWith(false);
+        // Before they are copied: a stranger may name one large value many times.
+        bytes += sizeof(uint32_t) + found->second.size();
+        if (bytes > kMaxFrame) {
+          raise(ErrorKind::Usage, "it asks for more than {} bytes at a time", kMaxFrame);
+        }
         appendValue(rest, found->second);
       }
       return replyWith(true, rest.take());

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <thread>
+#include <utility>
 
 #include "common/error.h"
 #include "common/interrupt.h"
@@ -21,18 +22,13 @@ constexpr Nanoseconds kLookUpEvery = 500 * kMillisecond;
 
 }  // namespace
 
-Addresses resolve(const std::string& host, uint16_t port, Nanoseconds timeout) {
-  addrinfo hints{};
-  hints.ai_family = AF_UNSPEC;
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICSERV | (host.empty() ? AI_PASSIVE : 0);
+AddressList resolve(const std::string& host, uint16_t port, Nanoseconds timeout) {
   const MonotonicClock clock;
   const Nanoseconds began = clock.now();
   for (bool isFirst = true;; isFirst = false) {
-    addrinfo* found = nullptr;
-    const int failure = ::getaddrinfo(host.empty() ? nullptr : host.c_str(),
-                                      std::to_string(port).c_str(), &hints, &found);
-    if (failure == 0) return Addresses(found);
+    FoundAddresses found = lookUpHost(host, port);
+    if (found.list) return std::move(found.list);
+    const int failure = found.failure;
     const Nanoseconds limit = failure == EAI_AGAIN ? timeout
                               : failure == EAI_NONAME || failure == EAI_NODATA
                                   ? std::min(timeout, kUnknown)
@@ -41,11 +37,11 @@ Addresses resolve(const std::string& host, uint16_t port, Nanoseconds timeout) {
     if (left <= 0) {
       raise(ErrorKind::Usage,
             "there is no address of host \"{}\", where rank 0 serves the store: {}", host,
-            ::gai_strerror(failure));
+            found.why());
     }
     if (isFirst) {
       SMDDP_LOG(Warn, "store", "there is no address of host \"{}\" yet ({}); waiting for it", host,
-                ::gai_strerror(failure));
+                found.why());
     }
     pause(std::min(left, kLookUpEvery));
   }

@@ -7,7 +7,8 @@
 | several nodes, one rank each | allreduce | the bare exchange: what it sends and sums over TCP |
 | several nodes, others | allreduce | computed: 2 (N - 1) / N of the vector at the link's rate |
 
-The first three are programs, which are measured beside the others.
+The first three are programs, which are measured beside the others. Those that sum are compiled in a
+clone of smddp only.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smddp.bench import mesh
+from smddp.bench import bare, mesh
 from smddp.bench.contender import Unable
 from smddp.bench.operations import Task, contribution, result
 from smddp.bench.torch_calls import DTYPES, differing, tiled
-from smddp.torch import _load
 
 __all__ = ["BoundContender", "copy_rate", "link_rate"]
 
@@ -158,8 +158,7 @@ class _Exchange:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._vector = memoryview(memory).cast("f")
         self._streams = streams
-        sockets = [-1 if stream is None else stream.fileno() for stream in streams]
-        self._bare = _load.load().BareExchange(sockets, dist.get_rank())
+        self._bare = bare.BareExchange(streams, dist.get_rank())
         self.use(0)
 
     def use(self, count: int) -> None:
@@ -212,14 +211,14 @@ class BoundContender:
         self._link = link
         floats = -(-largest // 4)
         several = len(nodes) > 1
+        self._missing = bare.unavailable()
         self._vectors = _SharedVectors(floats) if several and self._num_nodes == 1 else None
         self._exchange: _Exchange | None = None
-        self._unconnected = ""
-        if several and self._num_nodes == len(nodes):
+        if several and self._num_nodes == len(nodes) and not self._missing:
             try:
                 streams = mesh.connect()
             except OSError as error:
-                self._unconnected = f"the ranks cannot be connected: {error}"
+                self._missing = f"the ranks cannot be connected: {error}"
             else:
                 self._exchange = _Exchange(floats, streams)
         self._action: Callable[[], Any] | None = None
@@ -238,9 +237,9 @@ class BoundContender:
         if self._num_nodes > 1:
             self._prepare_between_nodes(task, block)
         elif task.collective == "allreduce" and self._vectors is not None:
-            slices = self._vectors.slices(-(-block // 4))
-            add = _load.load().sum_in_place
-            self._action = lambda: add(slices)
+            if self._missing:
+                raise Unable(self._missing)
+            self._action = bare.summing(self._vectors.slices(-(-block // 4)))
         elif task.collective in ("reduce", "reduce_scatter", "barrier") or ranks == 1:
             raise Unable("it is known for what copies, and for allreduce")
         else:
@@ -251,8 +250,8 @@ class BoundContender:
     def _prepare_between_nodes(self, task: Task, block: int) -> None:
         if task.collective != "allreduce":
             raise Unable("between nodes it is known for allreduce only")
-        if self._unconnected:
-            raise Unable(self._unconnected)
+        if self._num_nodes == dist.get_world_size() and self._missing:
+            raise Unable(self._missing)
         if self._exchange is not None:
             # Also for other types and operations: as many bytes, summed as float.
             self._exchange.use(-(-block // 4))

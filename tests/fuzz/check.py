@@ -33,7 +33,7 @@ COPY = OUTPUT / "source"
 PROGRAMS = COPY / "build/fuzz-coverage/tests/fuzz"
 SECONDS = 10  # of a fuzzer in `make test`
 INPUTS = 20_000  # of a fuzzer in the coverage run
-SLOW = {"engine_fuzz": 5_000}  # other numbers of inputs
+SLOW = {"engine_fuzz": 5_000, "store_fuzz": 5_000}  # other numbers of inputs
 SEED = 1  # of libFuzzer, so that each run does the same
 
 
@@ -70,6 +70,10 @@ PARSERS = [
     Parser("csrc/engine/process.cc", 95, "slabAddress|4meet|6tryMap|4Link"),
     Parser("csrc/engine/sentinel.cc", 90, "onControl|onAbort|onInquiry|checked|inWords|takeMates"),
     Parser("csrc/engine/team.cc", 90, "checkedRegion|copyShared|5agree|resolve|nextBreak|blameOf"),
+    Parser("csrc/process_group/message_front.h", 95),
+    Parser("csrc/store/client.cc", 80, "8exchange|3set|3add|containsAll|multiGet"),
+    Parser("csrc/store/frames.cc", 95),
+    Parser("csrc/store/server.cc", 90, "7receive|6answer"),
     Parser("csrc/transport/channel.cc", 95),
     Parser("csrc/transport/channel_table.cc", 85),
     Parser("csrc/transport/fabric/early_messages.cc", 90),
@@ -151,6 +155,18 @@ BUGS = [
         "csrc/transport/shm/shm_transport.cc",
         "if (header.bytes > kMaxControlBytes || Ring::recordBytes(header.bytes) > available)",
         "if (Ring::recordBytes(header.bytes) > available)",
+    ),
+    Bug(
+        "message_fuzz",
+        "csrc/process_group/message_front.h",
+        "check(!__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes));",
+        "bytes *= std::max<int64_t>(size, 1);",
+    ),
+    Bug(
+        "store_fuzz",
+        "csrc/store/frames.cc",
+        "return hasOneKey && rest.size() == sizeof(int64_t) ? std::optional(request)",
+        "return hasOneKey ? std::optional(request)",
     ),
     Bug(
         "striped_fuzz",

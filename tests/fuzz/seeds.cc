@@ -11,6 +11,8 @@
 #include "bootstrap/lifeline_wire.h"
 #include "bootstrap/locality.h"
 #include "engine/blame.h"
+#include "process_group/message_front.h"
+#include "store/frames.h"
 #include "transport/tcp/frames.h"
 #include "transport/wire.h"
 #if SMDDP_HAVE_LIBFABRIC
@@ -414,6 +416,84 @@ void engineSeeds() {
   write("engine_fuzz", "entries", behind({6, 32}, zeros));
 }
 
+void storeSeeds() {
+  using namespace store;
+  const auto requests = {Request{RequestKind::Set, {"key"}, Blob(20)},
+                         Request{RequestKind::Add, {"sum"}, Blob(8)},
+                         Request{RequestKind::Get, {"key", "key"}, {}},
+                         Request{RequestKind::Check, {"key", "no"}, {}}};
+  Blob all;
+  for (const Request& request : requests) {
+    const Blob frame = serialise(request);
+    const auto kind = std::to_string(static_cast<int>(request.kind));
+    write("store_fuzz", "request" + kind, behind({2, 0}, std::span(frame).subspan(kLengthBytes)));
+    add(all, behind({static_cast<int>(frame.size())}, frame));
+  }
+  write("store_fuzz", "session", behind({0, 0}, all));
+  write("store_fuzz", "open_session", behind({0, 1}, all));
+  write("store_fuzz", "too_long", behind({0, 0, 5, 255, 255, 255, 255, 0}, {}));
+  bootstrap::BlobWriter values;
+  appendValue(values, Blob(5));
+  appendValue(values, Blob(7));
+  const Blob two = values.take();
+  write("store_fuzz", "values", behind({2, 2}, two));
+  // A value that claims a byte more than there is.
+  Blob cut = two;
+  cut.pop_back();
+  write("store_fuzz", "cut_values", behind({2, 2}, cut));
+  for (const int call : {0, 1, 2, 3}) {
+    const Blob sum(8);
+    const Blob reply = replyWith(true, call == 1 ? sum : two);
+    write("store_fuzz", "reply" + std::to_string(call), behind({1, call}, reply));
+  }
+  write("store_fuzz", "no_reply", behind({1, 2, 0, 0, 0, 0}, {}));
+}
+
+void messageSeeds() {
+  using process_group::TensorHead;
+  bootstrap::BlobWriter tensors;
+  const auto head = [&](TensorHead::Kind kind, int type, size_t dimensions) {
+    tensors.raw(behind({kind, type, 1, static_cast<int>(dimensions)}, {}));
+  };
+  const auto dense = [&](TensorHead::Kind kind, std::vector<uint64_t> sizes) {
+    head(kind, 6, sizes.size());
+    for (const uint64_t size : sizes) tensors.number(size);
+    for (size_t d = 0; d < sizes.size(); ++d) tensors.number(static_cast<uint8_t>(d));
+  };
+  const auto save = [&](const std::string& name, uint32_t count) {
+    const Blob described = tensors.take();
+    bootstrap::BlobWriter front;
+    for (const uint32_t number : {3u, count, 19 + static_cast<uint32_t>(described.size()), 1u}) {
+      front.number(number);
+    }
+    front.raw(Blob(3));
+    front.raw(described);
+    write("message_fuzz", name, front.take());
+    tensors = {};
+  };
+  head(TensorHead::None, 0, 0);
+  dense(TensorHead::Small, {2, 3});
+  tensors.raw(Blob(2 * 3 * 2));  // two bytes each, for the fuzzer's type 6
+  dense(TensorHead::Large, {1 << 20, 0, 1});
+  save("dense", 3);
+  for (const int layout : {1, 2}) {
+    head(TensorHead::Sparse, 6, 1);
+    tensors.number(uint64_t{9});
+    tensors.raw(behind({layout, 1}, {}));
+    for (int part = 0; part < layout + 1; ++part) dense(TensorHead::Large, {5});
+    save("sparse" + std::to_string(layout), 1);
+  }
+  // Bytes that no number holds, elements beyond the end, and a dimension that comes twice.
+  dense(TensorHead::Large, {uint64_t{1} << 40, uint64_t{1} << 40});
+  save("overflow", 1);
+  dense(TensorHead::Small, {2, 3});
+  tensors.raw(Blob(11));
+  save("cut", 1);
+  head(TensorHead::Large, 6, 2);
+  tensors.raw(Blob(18));
+  save("twice", 1);
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -427,5 +507,7 @@ int main(int count, char** arguments) {
   tcpSeeds();
   stripedSeeds();
   engineSeeds();
+  storeSeeds();
+  messageSeeds();
   return 0;
 }

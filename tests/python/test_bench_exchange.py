@@ -1,4 +1,4 @@
-"""The bound between nodes of one rank: the exchange, its connections, and its rows."""
+"""The bare loop, and the exchange between nodes of one rank: connections, and rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import hosts
@@ -19,11 +20,10 @@ import torch
 import torch.distributed as dist
 from bench_runs import bench, rows_of
 
-from smddp.bench import mesh
+from smddp.bench import bare, mesh
 from smddp.bench.bounds import BoundContender
 from smddp.bench.contender import Unable
 from smddp.bench.operations import Task
-from smddp.torch import _load
 
 TIMEOUT = 60.0
 
@@ -40,11 +40,6 @@ def _meshes(size: int) -> Iterator[list[list[socket.socket | None]]]:
         yield meshes
 
 
-def _exchange(sockets: list[socket.socket | None], rank: int) -> Any:
-    descriptors = [-1 if each is None else each.fileno() for each in sockets]
-    return _load.load().BareExchange(descriptors, rank)
-
-
 def _floats(tensor: torch.Tensor) -> memoryview[Any]:
     return memoryview(tensor.numpy())
 
@@ -52,7 +47,7 @@ def _floats(tensor: torch.Tensor) -> memoryview[Any]:
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_exchange_sums_in_place(size: int) -> None:
     with _meshes(size) as meshes, ThreadPoolExecutor(size) as threads:
-        exchanges = [_exchange(sockets, rank) for rank, sockets in enumerate(meshes)]
+        exchanges = [bare.BareExchange(sockets, rank) for rank, sockets in enumerate(meshes)]
         # The last one fills the ring of 256 KiB several times.
         for count in (0, 1, 2, 5, 16, 1023, 20_001, 1_000_003):
             tensors = [(torch.arange(count) * (rank + 1) % 1009).float() for rank in range(size)]
@@ -68,7 +63,7 @@ def test_exchange_sums_in_place(size: int) -> None:
 def test_exchange_without_a_peer_fails() -> None:
     vector = _floats(torch.zeros(1000))
     with _meshes(3) as meshes:
-        exchange = _exchange(meshes[0], 0)
+        exchange = bare.BareExchange(meshes[0], 0)
         for stream in filter(None, meshes[1]):
             stream.close()
         with pytest.raises(RuntimeError, match="lost rank 1 in an exchange"):
@@ -79,7 +74,7 @@ def test_exchange_without_a_peer_fails() -> None:
 
 def test_exchange_in_which_nothing_moves_ends() -> None:
     with _meshes(3) as meshes:
-        exchange = _exchange(meshes[2], 2)
+        exchange = bare.BareExchange(meshes[2], 2)
         with pytest.raises(RuntimeError, match=r"nothing has moved for 0\.01 s .* rank 0, rank 1"):
             exchange.sum_in_place(_floats(torch.zeros(1000)), 0.01)
 
@@ -91,7 +86,7 @@ def test_a_signal_ends_an_exchange() -> None:
     before = signal.signal(signal.SIGUSR2, interrupt)
     try:
         with _meshes(2) as meshes:
-            exchange = _exchange(meshes[0], 0)
+            exchange = bare.BareExchange(meshes[0], 0)
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR2)).start()
             with pytest.raises(InterruptedError, match="by the test"):
                 exchange.sum_in_place(_floats(torch.zeros(1000)), TIMEOUT)
@@ -99,24 +94,13 @@ def test_a_signal_ends_an_exchange() -> None:
         signal.signal(signal.SIGUSR2, before)
 
 
-def test_wrong_arguments_of_an_exchange() -> None:
-    make = _load.load().BareExchange
-    floats = memoryview(bytearray(16)).cast("f")
-    with _meshes(2) as meshes, socket.socket() as lonely:
-        exchange = _exchange(meshes[0], 0)
-        for wrong in (floats[::2], floats.cast("B").cast("i"), memoryview(b"1234").cast("f")):
-            with pytest.raises((ValueError, BufferError), match=r"expects|not writable|read-only"):
-                exchange.sum_in_place(wrong, TIMEOUT)
-        for timeout in (0, -1, float("nan"), float("inf")):
-            with pytest.raises(ValueError, match="expects a timeout"):
-                exchange.sum_in_place(floats, timeout)
-        with pytest.raises(ValueError, match="at least two ranks"):
-            make([-1], 0)
-        with pytest.raises(ValueError, match="a rank below 2, not 2"):
-            make([-1, -1], 2)
-        for descriptor in (-1, lonely.fileno()):
-            with pytest.raises(ValueError, match="that of rank 1 is none"):
-                make([-1, descriptor], 0)
+def test_bare_loop_sums_in_place() -> None:
+    for count in (0, 1, 5, 1023, 5000):
+        for number in (2, 3, 5):
+            tensors = [torch.arange(count, dtype=torch.float32) + i for i in range(number)]
+            right = torch.stack(tensors).sum(0)
+            bare.summing([_floats(tensor) for tensor in tensors])()
+            assert all(torch.equal(tensor, right) for tensor in tensors)
 
 
 # --- connections, and the contender ---------------------------------------------------------------
@@ -164,6 +148,25 @@ def test_contender_between_hosts() -> None:
     with hosts.Hosts(3) as network:
         found = ranks.check_ranks(_measure_bound, "3x1", 1001, network=network)
     assert found == [(["in_place"], 5, 0)] * 3
+
+
+def _without_programs(several_nodes: bool) -> list[str]:
+    dist.init_process_group("gloo")
+    bare._path = lambda: Path("/nowhere")
+    ranks_of_world = range(dist.get_world_size())
+    bound = BoundContender([rank * several_nodes for rank in ranks_of_world], 4, 1.0)
+    with pytest.raises(Unable, match="`make setup` builds them"):
+        bound.prepare(Task("allreduce", 1))
+    places = [] if several_nodes else bound.prepare(Task("broadcast", 1))
+    dist.destroy_process_group()
+    return places
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("several_nodes", [False, True])
+def test_an_installed_benchmark_leaves_out_what_is_compiled(several_nodes: bool) -> None:
+    expected = [] if several_nodes else ["in_place"]
+    assert ranks.check_ranks(_without_programs, "2", several_nodes) == [expected] * 2
 
 
 def _fail_to_connect(where: str) -> str:

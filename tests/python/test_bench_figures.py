@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from bench_runs import ROOT, measurement
 
 from smddp.bench import Case, numa, table
@@ -218,26 +217,17 @@ def test_hidden_share(
     assert hidden_share(communication, compute) == pytest.approx(share)
 
 
-def test_bare_loop_sums_in_place() -> None:
-    from smddp.torch import _load
-
-    add = _load.load().sum_in_place
-    for count in (0, 1, 5, 1023, 5000):
-        for number in (2, 3, 5):
-            tensors = [torch.arange(count, dtype=torch.float32) + i for i in range(number)]
-            right = torch.stack(tensors).sum(0)
-            add([memoryview(t.numpy()) for t in tensors])
-            assert all(torch.equal(t, right) for t in tensors)
-    floats = memoryview(bytearray(8)).cast("f")
-    for wrong in ([floats], [floats, floats[:1]], [floats, memoryview(bytearray(8)).cast("i")]):
-        with pytest.raises(ValueError, match="expects"):
-            add(wrong)
-
-
 def test_results_have_one_row_per_line() -> None:
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         text = path.read_text()
         assert text == json_text(json.loads(text)) + "\n", path.name
+
+
+def test_only_the_newest_results_are_kept() -> None:
+    names = [path.stem for path in (ROOT / "benchmarks" / "results").iterdir()]
+    assert len(names) <= 31, "30 files and the page; git has the others"
+    layouts = [name.rpartition("_")[0] for name in names]
+    assert len(set(layouts)) == len(layouts), "a file was replaced and is still there"
 
 
 def test_page_of_results_is_what_the_script_makes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,37 +1,21 @@
 #include "transport/fabric/discovery.h"
 
-#include <arpa/inet.h>
 #include <ifaddrs.h>
 #include <net/if.h>
-#include <netdb.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdlib>
-#include <cstring>
 #include <iterator>
 #include <map>
+#include <memory>
+#include <string>
 
 #include "common/config.h"
-#include "common/file_descriptor.h"
+#include "common/host_address.h"
 #include "common/log.h"
 
 namespace smddp::transport::fabric {
 namespace {
-
-std::string numericAddress(const sockaddr* address) {
-  std::array<char, INET6_ADDRSTRLEN> text{};
-  const void* bytes = nullptr;
-  if (address == nullptr) return "";
-  if (address->sa_family == AF_INET)
-    bytes = &reinterpret_cast<const sockaddr_in*>(address)->sin_addr;
-  if (address->sa_family == AF_INET6)
-    bytes = &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
-  if (bytes == nullptr) return "";
-  return inet_ntop(address->sa_family, bytes, text.data(), text.size()) ? text.data() : "";
-}
 
 struct Interface {
   std::string name;
@@ -44,7 +28,7 @@ std::map<std::string, Interface> interfacesByAddress() {
   if (getifaddrs(&list) != 0) return found;  // then the order of the providers decides alone
   const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, &freeifaddrs);
   for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
-    const std::string address = numericAddress(entry->ifa_addr);
+    const std::string address = printAddress(entry->ifa_addr);
     const bool up = (entry->ifa_flags & IFF_UP) && (entry->ifa_flags & IFF_RUNNING);
     if (!address.empty()) found[address] = {entry->ifa_name, up};
   }
@@ -110,7 +94,7 @@ ProviderInfo describeInfo(const fi_info& info, const std::map<std::string, Inter
   result.relaxed = relaxed;
   if (info.addr_format == FI_SOCKADDR_IN || info.addr_format == FI_SOCKADDR_IN6 ||
       info.addr_format == FI_SOCKADDR) {
-    result.address = numericAddress(static_cast<const sockaddr*>(info.src_addr));
+    result.address = printAddress(static_cast<const sockaddr*>(info.src_addr));
     const auto found = interfaces.find(result.address);
     if (found != interfaces.end())
       result.interface = found->second.name, result.linkUp = found->second.up;
@@ -144,26 +128,6 @@ Discovery discover(bool devices) {
     ask(relaxed, false);
   }
   return found;
-}
-
-std::string routeTo(const std::string& host) {
-  if (host.empty()) return "";
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_DGRAM;
-  addrinfo* list = nullptr;
-  if (getaddrinfo(host.c_str(), "9", &hints, &list) != 0) return "";
-  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> owner(list, &freeaddrinfo);
-
-  const std::string target = numericAddress(list->ai_addr);
-  const bool loopback = target == "::1" || target.rfind("127.", 0) == 0;
-  if (loopback && host != "localhost" && host != target) return "";
-  // Connecting a datagram socket sends nothing: it only asks the kernel for the route.
-  const FileDescriptor probe(::socket(list->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-  if (!probe || ::connect(probe.get(), list->ai_addr, list->ai_addrlen) != 0) return "";
-  sockaddr_storage own{};
-  socklen_t length = sizeof(own);
-  if (::getsockname(probe.get(), reinterpret_cast<sockaddr*>(&own), &length) != 0) return "";
-  return numericAddress(reinterpret_cast<const sockaddr*>(&own));
 }
 
 }  // namespace smddp::transport::fabric

@@ -1,7 +1,6 @@
 // Discovery finds what libfabric and the kernel offer on this machine.
 #pragma once
 
-#include <string>
 #include <vector>
 
 #include "transport/fabric/fid.h"
@@ -18,9 +17,5 @@ struct Discovery {
 // Asks libfabric for all requirements, and then without those of kRelaxations, one more each time. If `devices`, asks
 // each time for providers that reach memory of devices first.
 Discovery discover(bool devices = false);
-
-// The numeric address of the interface that routes to `host`. Empty if the host is unknown, or if its name means a
-// loopback address: then other hosts would find another interface.
-std::string routeTo(const std::string& host);
 
 }  // namespace smddp::transport::fabric

@@ -5,6 +5,7 @@
 
 #include "common/config.h"
 #include "common/error.h"
+#include "common/host_address.h"
 #include "transport/fabric/discovery.h"
 #include "transport/fabric/fabric_transport.h"
 #include "transport/fabric/library.h"
@@ -42,7 +43,7 @@ std::unique_ptr<Transport> create() { return create(optionsFromSettings()); }
 
 std::unique_ptr<Transport> create(const Options& options) {
   Discovery found = discover(options.devices);
-  const Choice choice = choose(found.offered, options, routeTo(options.masterAddress));
+  const Choice choice = choose(found.offered, options, sourceTowards(options.masterAddress));
   std::vector<size_t> indices{choice.index};
   indices.insert(indices.end(), choice.more.begin(), choice.more.end());
   std::vector<std::unique_ptr<Transport>> cards;

@@ -1,6 +1,5 @@
 #include "transport/tcp/tcp_transport.h"
 
-#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/resource.h>
@@ -14,6 +13,7 @@
 
 #include "common/epoll.h"
 #include "common/error.h"
+#include "common/host_address.h"
 #include "common/log.h"
 #include "common/random.h"
 
@@ -30,16 +30,10 @@ constexpr Nanoseconds kListenAgain = 1'000'000'000;
 class SocketAddress {
  public:
   SocketAddress(const std::string& host, uint16_t port) {
-    addrinfo hints{};
-    hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
-    hints.ai_socktype = SOCK_STREAM;
-    addrinfo* found = nullptr;
-    const int error = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
-    if (error != 0)
-      raise(ErrorKind::Transport, "\"{}\" is not an address: {}", host, ::gai_strerror(error));
-    std::memcpy(&storage_, found->ai_addr, found->ai_addrlen);
-    length_ = found->ai_addrlen;
-    ::freeaddrinfo(found);
+    const FoundAddresses found = parseAddress(host, port);
+    if (!found.list) raise(ErrorKind::Transport, "\"{}\" is not an address: {}", host, found.why());
+    std::memcpy(&storage_, found.list->ai_addr, found.list->ai_addrlen);
+    length_ = found.list->ai_addrlen;
   }
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage_); }
   socklen_t length() const { return length_; }

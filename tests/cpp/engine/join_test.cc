@@ -17,7 +17,8 @@ namespace {
 
 using testing::HasSubstr;
 
-constexpr Nanoseconds kSecond = 1'000'000'000;
+// Longer than the watchdog waits: a rank that hears nothing hangs.
+constexpr Nanoseconds kForever = 3'600'000'000'000;
 
 // Rank 1 reads here what it cannot work with: a region and an address of rank 0 that are none.
 class SpoilingStore final : public bootstrap::Store {
@@ -56,8 +57,6 @@ TEST_P(JoinTest, AllRanksHearWhyOneCannot) {
   LocalStore store;
   std::latch areDone(size);
   std::vector<std::optional<Error>> errors(nodes.size());
-  const MonotonicClock clock;
-  const Nanoseconds began = clock.now();
   const auto runRank = [&](Rank me) {
     engine::Engine::Options options;
     options.process.nodeName = nodes[static_cast<size_t>(me)];
@@ -66,10 +65,10 @@ TEST_P(JoinTest, AllRanksHearWhyOneCannot) {
     SpoilingStore spoiling(store);
     std::shared_ptr<engine::Group> group;
     try {
-      group = me == 1 ? engine.createGroup(spoiling, {"apart", me, size}, 40 * kSecond)
-                      : engine.createGroup(store, {"apart", me, size}, 40 * kSecond);
+      group = me == 1 ? engine.createGroup(spoiling, {"apart", me, size}, kForever)
+                      : engine.createGroup(store, {"apart", me, size}, kForever);
       auto request = barrier();
-      request.timeout = 40 * kSecond;
+      request.timeout = kForever;
       const auto completion = engine.submit(*group, std::move(request));
       engine.wait(*group, *completion);
       errors[static_cast<size_t>(me)] = completion->error();
@@ -86,7 +85,6 @@ TEST_P(JoinTest, AllRanksHearWhyOneCannot) {
     EXPECT_THAT(error->what(), HasSubstr("rank 1 cannot join group \"apart\": "));
     EXPECT_EQ(error->kind(), errors[1]->kind());
   }
-  EXPECT_LT(clock.now() - began, 20 * kSecond);
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import check_ranks, rotating
-from smp.test_sharding import Odd, words_step
+from smp.test_sharding_checkpoints import Odd, words_step
 from smp.zoo import device
 
 import smdistributed.modelparallel.torch as smp

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import check_ranks, rotating
 from smp import (
     test_activations,
-    test_delayed,
+    test_delayed_jobs,
     test_sharding_array,
     test_tensor_combined,
     test_transparency,
@@ -43,7 +43,7 @@ def begin() -> device_cases.Fake:
     dist.init_process_group(there.backend, timeout=timedelta(seconds=60))
     assert device.current() == there.device
     for module in (
-        *(zoo, test_transparency, test_activations, test_sharding_array, test_delayed),
+        *(zoo, test_transparency, test_activations, test_sharding_array, test_delayed_jobs),
         test_tensor_combined,
     ):
         module.device = lambda: there.device
@@ -181,9 +181,9 @@ def test_divided_layers_learn_the_same_on_a_device(name: str) -> None:
 
 
 def delayed(delay: bool, names: list[str]) -> Any:
-    """As `zoo` in test_delayed, on the device, with two partitions."""
+    """As `zoo` in test_delayed_jobs, on the device, with two partitions."""
     there = begin()
-    found = in_memory(test_delayed.zoo(delay, names, 2))
+    found = in_memory(test_delayed_jobs.zoo(delay, names, 2))
     there.finish()
     return found
 

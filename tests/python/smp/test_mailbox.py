@@ -130,7 +130,7 @@ def test_a_wrong_description_of_a_tensor_is_refused(place: int, value: int) -> N
 
 @pytest.mark.parametrize("seed", rotating(list(range(40)), 4))
 def test_what_is_damaged_at_random_is_refused_or_decoded(seed: int) -> None:
-    """Takes the place of a fuzzer: the decoder makes tensors, and torch is not instrumented."""
+    """Also makes the tensors, which the fuzzer of the front (message_fuzz.cc) does not."""
     random = Random(seed)
     for header, tensors in messages(0):
         right = bytes(_C.encode_message(header[:100], tensors[:50], False, 0)[0].numpy())

@@ -4,6 +4,7 @@
 
 #include <gmock/gmock.h>
 
+#include "support/watchdog.h"
 #include "transport/fabric/fabric_transport.h"
 #include "transport/striped_transport.h"
 #include "transport/transport_suite.h"
@@ -286,9 +287,8 @@ TEST(FabricTransport, EndsAlthoughAPeerTakesNothing) {
     if (!pair.a->put(pair.toB, {key, 0}, i, header, payload, i)) pair.a->poll(pair.atA);
   }
   EXPECT_FALSE(pair.a->isDelivered(pair.toB));
-  const Nanoseconds begun = clock.now();
+  const test::Watchdog watchdog;
   pair.a.reset();
-  EXPECT_LT(clock.now() - begun, 5'000'000'000);
 }
 
 TEST(FabricTransport, PutOutsideTheRegionCondemnsTheSenderAndWritesNothing) {
