@@ -1,5 +1,5 @@
-// Reads the front of a message (message_codec.h says what it consists of). It does not know torch, so that a fuzzer with
-// sanitizers can run it: torch itself is not instrumented.
+// Reads the front of a message (message_codec.h says what it consists of). It does not know torch, so that a fuzzer
+// with sanitizers can run it: torch itself is not instrumented.
 #pragma once
 
 #include <algorithm>

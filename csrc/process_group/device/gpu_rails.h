@@ -11,8 +11,8 @@
 // The first two stages are enqueued when the call is made, on a stream of their own. The third is enqueued when the
 // rail has ended, on the stream of the call. So chunks overlap, and so do calls. Different threads enqueue the two
 // halves. Each half comes in the order of the calls, which is the same on all ranks, but the ranks interleave the
-// halves differently. So every node has two groups of NCCL, one for each half. The rail sums on the CPU, in the order of
-// nodes.
+// halves differently. So every node has two groups of NCCL, one for each half. The rail sums on the CPU, in the order
+// of nodes.
 //
 // Threads: calls begin one after the other, in the order of the parent group; the rest runs on the thread that runs the
 // engine's continuations. Owns the groups. An error ends the call. The parent group fails, the rail fails, and what

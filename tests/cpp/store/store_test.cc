@@ -266,8 +266,8 @@ TEST(Names, AnAddressThatDropsPacketsLeavesTimeForTheOthers) {
   }
   EXPECT_EQ(kindOf([&] { Client(kOther, server.port(), kSecond / 5); }), ErrorKind::Timeout);
   lookUps = {{0, {kOther, kHost}}};
-  // Without a share for the second address, each attempt uses all of its time at the first one. With it, an attempt does
-  // so only on a machine that stands still for two seconds; then another one counts.
+  // Without a share for the second address, each attempt uses all of its time at the first one. With it, an attempt
+  // does so only on a machine that stands still for two seconds; then another one counts.
   const MonotonicClock clock;
   bool hasTimeLeft = false;
   for (int attempt = 0; attempt < 20 && !hasTimeLeft; ++attempt) {
