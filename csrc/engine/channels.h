@@ -10,7 +10,7 @@
 #include <span>
 #include <vector>
 
-#include "engine/executor.h"
+#include "engine/cached_plan.h"
 #include "engine/membership.h"
 #include "engine/process.h"
 #include "engine/track.h"

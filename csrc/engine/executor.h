@@ -12,34 +12,18 @@
 #include <vector>
 
 #include "common/ownership.h"
+#include "common/types.h"
 #include "engine/buffer.h"
+#include "engine/cached_plan.h"
 #include "engine/membership.h"
-#include "engine/request.h"
 #include "engine/team_bell.h"
 #include "engine/track.h"
 #include "plan/plan.h"
 #include "reduction/encoded.h"
 #include "reduction/reduce.h"
+#include "transport/wire.h"
 
 namespace smddp::engine {
-
-// A plan, and what the executor derives from it once: it holds for every binding.
-struct CachedPlan {
-  explicit CachedPlan(plan::Plan plan);
-  plan::Plan plan;
-  std::vector<uint16_t> channelOfStep;  // index into plan.channels; kNone where there is none
-  std::vector<uint16_t> channelOfRef;
-  // By channel: the longest message in either direction. The plan of the rank at the other end finds the same.
-  std::vector<int64_t> longestMessage;
-  int64_t putBytes = 0;      // sent to other nodes by one execution
-  int64_t receiveBytes = 0;  // received from them
-  int64_t memoryBytes = 0;   // read by its copies and reductions
-  bool putsStaging = false;  // some of what it sends lies in staging memory
-  bool fitsNear = true;      // its slots find room in Arrival::near
-  // The heap memory that the plan takes beside this object.
-  size_t heapBytes() const;
-  static constexpr uint16_t kNone = 0xffff;
-};
 
 // What one execution runs a plan for: buffers, and the call.
 struct Binding {

@@ -18,9 +18,10 @@
 #include "collectives/tuning.h"
 #include "common/config.h"
 #include "common/log.h"
-#include "engine/executor.h"
+#include "engine/cached_plan.h"
 #include "engine/metrics.h"
 #include "engine/recent_durations.h"
+#include "engine/request.h"
 
 namespace smddp::engine {
 
