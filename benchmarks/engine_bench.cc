@@ -17,8 +17,8 @@ namespace {
 
 using collectives::Collective;
 
-Request allreduce(std::vector<float>& vector, bool willWait) {
-  Request request;
+calls::Request allreduce(std::vector<float>& vector, bool willWait) {
+  calls::Request request;
   request.collective = Collective::AllReduce;
   request.type = DataType::float32;
   request.bytes = static_cast<int64_t>(vector.size() * sizeof(float));

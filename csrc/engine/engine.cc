@@ -12,7 +12,7 @@
 #include "common/config.h"
 #include "common/interrupt.h"
 #include "common/log.h"
-#include "engine/capabilities.h"
+#include "engine/process/capabilities.h"
 
 namespace smddp::engine {
 namespace {
@@ -24,15 +24,16 @@ constexpr Nanoseconds kShutdownWait = 2'000'000'000;
 // thread takes (some 50 us). It would pay for a longer one with time in which it could compute.
 constexpr int64_t kLongestBegun = 64 << 10;
 
-int64_t sizeOf(const Request& request) {
-  return std::max(totalBytes(request.input), totalBytes(request.output));
+int64_t sizeOf(const calls::Request& request) {
+  return std::max(calls::totalBytes(request.input), calls::totalBytes(request.output));
 }
 // A message begins with an announcement or an answer.
-int64_t sizeOf(const Message&) { return 0; }
+int64_t sizeOf(const calls::Message&) { return 0; }
 
 // Counts calls if the settings ask for it.
-Process::Options withMetrics(Process::Options options) {
-  if (auto metrics = MetricsWriter::metricsFromSettings()) options.metrics = std::move(metrics);
+process::Process::Options withMetrics(process::Process::Options options) {
+  if (auto metrics = observe::MetricsWriter::metricsFromSettings())
+    options.metrics = std::move(metrics);
   return options;
 }
 
@@ -43,7 +44,7 @@ Process::Options withMetrics(Process::Options options) {
 void awaitLifelines(Engine& engine, bootstrap::Rendezvous& meeting, Rank me,
                     const std::vector<bootstrap::Introduction>& introductions,
                     Nanoseconds timeout) {
-  Process& process = engine.process();
+  process::Process& process = engine.process();
   const Deadline deadline = Deadline::after(process.clock(), timeout);
   // Usually all is settled before. The store's process serves all ranks.
   constexpr Nanoseconds kNotesPeriod = 250'000'000;
@@ -58,7 +59,7 @@ void awaitLifelines(Engine& engine, bootstrap::Rendezvous& meeting, Rank me,
   };
   for (;;) {
     std::vector<Rank> missing;
-    std::optional<Process::Unreached> unreached;
+    std::optional<process::Process::Unreached> unreached;
     engine.call([&] {
       process.checkPeers();
       missing = process.unconnectedAmong(introductions);
@@ -66,7 +67,7 @@ void awaitLifelines(Engine& engine, bootstrap::Rendezvous& meeting, Rank me,
       events.fd = process.lifelineDescriptor();
     });
     if (unreached) {
-      const std::string other = Peer::describe(introductions[unreached->rank]);
+      const std::string other = process::Peer::describe(introductions[unreached->rank]);
       giveUp(Error(ErrorKind::PeerLost,
                    fmt::format("rank {} has no connection to rank {} ({}): {}; if that process "
                                "runs, name the network between the hosts in SMDDP_INTERFACE",
@@ -101,8 +102,8 @@ void awaitLifelines(Engine& engine, bootstrap::Rendezvous& meeting, Rank me,
 }  // namespace
 
 Engine::Engine(const Options& options)
-    : forkCount_(countForks()),
-      process_(std::make_unique<Process>(withMetrics(options.process), ownership_)),
+    : forkCount_(progress::countForks()),
+      process_(std::make_unique<process::Process>(withMetrics(options.process), ownership_)),
       tensorMemory_(process_->memory().tensors),
       groups_(ownership_, *process_),
       progress_(ownership_, *process_, groups_, options.progressThread) {
@@ -175,21 +176,21 @@ void Engine::shutdown() {
 
 // --- groups -----------------------------------------------------------------------------------------------
 
-std::pair<std::shared_ptr<Group>, bootstrap::Introduction> Engine::beginGroup(
-    const Group::Spec& spec) {
+std::pair<std::shared_ptr<groups::Group>, bootstrap::Introduction> Engine::beginGroup(
+    const groups::Group::Spec& spec) {
   requireUsable();
-  std::shared_ptr<Group> group;
+  std::shared_ptr<groups::Group> group;
   bootstrap::Introduction mine;
   call([&] {
     if (groups_.hasLeftAll()) raise(ErrorKind::Usage, "smddp has been shut down");
     groups_.reap();
-    group = std::make_shared<Group>(*process_, spec);
+    group = std::make_shared<groups::Group>(*process_, spec);
     mine = process_->introduce(group->makeEntry());
   });
   return {group, mine};
 }
 
-void Engine::finishGroup(const std::shared_ptr<Group>& group,
+void Engine::finishGroup(const std::shared_ptr<groups::Group>& group,
                          const std::vector<bootstrap::Introduction>& introductions,
                          const std::vector<std::string>& nodeOfRank) {
   call([&] {
@@ -216,8 +217,9 @@ std::vector<bootstrap::Rendezvous::Loss> Engine::lostOf(const KnownMembers& know
   return lost;
 }
 
-std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group::Spec& spec,
-                                           Nanoseconds timeout, const KnownMembers& known) {
+std::shared_ptr<groups::Group> Engine::createGroup(bootstrap::Store& store,
+                                                   const groups::Group::Spec& spec,
+                                                   Nanoseconds timeout, const KnownMembers& known) {
   try {
     return meet(store, spec, timeout, known);
   } catch (const Error& error) {
@@ -232,10 +234,11 @@ std::shared_ptr<Group> Engine::createGroup(bootstrap::Store& store, const Group:
   }
 }
 
-std::shared_ptr<Group> Engine::meet(bootstrap::Store& store, const Group::Spec& spec,
-                                    Nanoseconds timeout, const KnownMembers& known) {
+std::shared_ptr<groups::Group> Engine::meet(bootstrap::Store& store,
+                                            const groups::Group::Spec& spec, Nanoseconds timeout,
+                                            const KnownMembers& known) {
   const Seal seal(settings().jobToken.text);
-  std::pair<std::shared_ptr<Group>, bootstrap::Introduction> begun;
+  std::pair<std::shared_ptr<groups::Group>, bootstrap::Introduction> begun;
   try {
     begun = beginGroup(spec);
   } catch (const Error& error) {
@@ -243,7 +246,7 @@ std::shared_ptr<Group> Engine::meet(bootstrap::Store& store, const Group::Spec& 
     bootstrap::reportTrouble(store, spec.name, spec.me, jobRank, seal, error);
     throw;
   }
-  const std::shared_ptr<Group>& group = begun.first;
+  const std::shared_ptr<groups::Group>& group = begun.first;
   bootstrap::Introduction& mine = begun.second;
   const auto watch = [&] {
     checkInterrupt();
@@ -265,7 +268,7 @@ std::shared_ptr<Group> Engine::meet(bootstrap::Store& store, const Group::Spec& 
     std::optional<Error> trouble;
     try {
       // Other groups go on while the resolver waits for an answer.
-      const std::string host = addressForPeers();
+      const std::string host = process::addressForPeers();
       call([&] { process_->openFabric(remote, host); });
     } catch (const Error& error) {
       trouble = error;
@@ -296,24 +299,25 @@ std::shared_ptr<Group> Engine::meet(bootstrap::Store& store, const Group::Spec& 
     destroyGroup(group);
     throw;
   } catch (...) {
-    second->tell(Error(ErrorKind::Aborted,
-                       fmt::format("{} was interrupted by a signal",
-                                   bootstrap::describe(introductions[spec.me]))));
+    second->tell(
+        Error(ErrorKind::Aborted, fmt::format("{} was interrupted by a signal",
+                                              bootstrap::describe(introductions[spec.me]))));
     destroyGroup(group);
     throw;
   }
   return group;
 }
 
-void Engine::waitForOpenCalls(Group& group, const std::vector<CompletionPtr>& others) {
+void Engine::waitForOpenCalls(groups::Group& group,
+                              const std::vector<calls::CompletionPtr>& others) {
   if (!isUsable()) return;
   for (const auto& completion : others) wait(group, *completion);
-  std::vector<CompletionPtr> open;
+  std::vector<calls::CompletionPtr> open;
   call([&] { open = group.openExceptReceives(); });
   for (const auto& completion : open) wait(group, *completion);
 }
 
-void Engine::destroyGroup(const std::shared_ptr<Group>& group) {
+void Engine::destroyGroup(const std::shared_ptr<groups::Group>& group) {
   if (!isUsable()) return;
   progress_.callAndRunContinuations([&] { groups_.leave(group); });
   call([&] { groups_.reap(); });
@@ -323,16 +327,16 @@ void Engine::destroyGroup(const std::shared_ptr<Group>& group) {
 // --- operations -------------------------------------------------------------------------------------------
 
 template <typename Operation>
-CompletionPtr Engine::submitAny(Group& group, Operation operation) {
+calls::CompletionPtr Engine::submitAny(groups::Group& group, Operation operation) {
   requireUsable();
-  auto completion = std::make_shared<Completion>();
+  auto completion = std::make_shared<calls::Completion>();
   bool willWait = false;
-  if constexpr (std::is_same_v<Operation, Request>) willWait = operation.willWait;
+  if constexpr (std::is_same_v<Operation, calls::Request>) willWait = operation.willWait;
   const bool isLong = !willWait && sizeOf(operation) > kLongestBegun;
   if (willWait) progress_.callerCameBack();
   const bool ran = progress_.tryRun([&] {
     bool isOneShot = false;
-    if constexpr (std::is_same_v<Operation, Request>) {
+    if constexpr (std::is_same_v<Operation, calls::Request>) {
       isOneShot = willWait && groups_.idle() && group.runOneShot(operation, completion);
     }
     if (isOneShot) {
@@ -350,7 +354,7 @@ CompletionPtr Engine::submitAny(Group& group, Operation operation) {
     }
     groups_.activate(group);
     if (willWait) {
-      progress_.runUntil([&] { return completion->done(); }, Progress::Waiter::Caller);
+      progress_.runUntil([&] { return completion->done(); }, progress::Progress::Waiter::Caller);
     } else if (isLong) {
       progress_.collectLeftovers();
     } else {
@@ -363,7 +367,7 @@ CompletionPtr Engine::submitAny(Group& group, Operation operation) {
 }
 
 template <typename Operation>
-void Engine::post(Group& group, Operation operation, CompletionPtr completion) {
+void Engine::post(groups::Group& group, Operation operation, calls::CompletionPtr completion) {
   // What a std::function holds must be copyable; the shared pointer avoids copying the operation.
   const auto shared = std::make_shared<Operation>(std::move(operation));
   progress_.post([this, &group, shared, completion = std::move(completion)] {
@@ -372,32 +376,35 @@ void Engine::post(Group& group, Operation operation, CompletionPtr completion) {
   });
 }
 
-CompletionPtr Engine::submit(Group& group, Request request) {
+calls::CompletionPtr Engine::submit(groups::Group& group, calls::Request request) {
   return submitAny(group, std::move(request));
 }
 
-CompletionPtr Engine::submit(Group& group, Message message) {
+calls::CompletionPtr Engine::submit(groups::Group& group, calls::Message message) {
   return submitAny(group, std::move(message));
 }
 
-void Engine::run(Group& group, Request request) {
+void Engine::run(groups::Group& group, calls::Request request) {
   request.willWait = true;
-  const CompletionPtr completion = submit(group, std::move(request));
+  const calls::CompletionPtr completion = submit(group, std::move(request));
   wait(group, *completion);
   if (completion->error()) throw Error(*completion->error());
 }
 
-void Engine::enqueue(Group& group, Request request, CompletionPtr completion) {
+void Engine::enqueue(groups::Group& group, calls::Request request,
+                     calls::CompletionPtr completion) {
   requireUsable();
   post(group, std::move(request), std::move(completion));
 }
 
-void Engine::enqueue(Group& group, Message message, CompletionPtr completion) {
+void Engine::enqueue(groups::Group& group, calls::Message message,
+                     calls::CompletionPtr completion) {
   requireUsable();
   post(group, std::move(message), std::move(completion));
 }
 
-void Engine::waitUntil(Group& group, const std::function<bool()>& done, Nanoseconds yieldFor) {
+void Engine::waitUntil(groups::Group& group, const std::function<bool()>& done,
+                       Nanoseconds yieldFor) {
   requireUsable();
   try {
     progress_.waitUntil(done, yieldFor);
@@ -408,21 +415,22 @@ void Engine::waitUntil(Group& group, const std::function<bool()>& done, Nanoseco
   }
 }
 
-void Engine::wait(Group& group, const Completion& completion) {
+void Engine::wait(groups::Group& group, const calls::Completion& completion) {
   progress_.callerCameBack();
   if (!completion.done()) waitUntil(group, [&] { return completion.done(); });
   // If all ranks got a signal, it is the cause, even if another rank was the first to break the group.
   if (completion.error()) checkInterrupt();
 }
 
-bool Engine::waitFor(Group& group, const Completion& completion, Nanoseconds timeout) {
+bool Engine::waitFor(groups::Group& group, const calls::Completion& completion,
+                     Nanoseconds timeout) {
   requireUsable();
   const Deadline deadline = Deadline::after(process_->clock(), timeout);
   waitUntil(group, [&] { return completion.done() || deadline.passed(process_->clock()); });
   return completion.done();
 }
 
-void Engine::waitForAny(Group& group, const std::vector<CompletionPtr>& completions,
+void Engine::waitForAny(groups::Group& group, const std::vector<calls::CompletionPtr>& completions,
                         const std::atomic<bool>& interrupted, Nanoseconds yieldFor) {
   const auto done = [&] {
     return interrupted.load(std::memory_order_acquire) ||
@@ -432,7 +440,8 @@ void Engine::waitForAny(Group& group, const std::vector<CompletionPtr>& completi
   waitUntil(group, done, yieldFor);
 }
 
-std::vector<CompletionPtr> Engine::withdraw(Group& group, std::vector<CompletionPtr> receives) {
+std::vector<calls::CompletionPtr> Engine::withdraw(groups::Group& group,
+                                                   std::vector<calls::CompletionPtr> receives) {
   requireUsable();
   progress_.callAndRunContinuations([&] {
     std::erase_if(receives, [&](const auto& receive) { return group.withdraw(*receive); });
@@ -442,19 +451,19 @@ std::vector<CompletionPtr> Engine::withdraw(Group& group, std::vector<Completion
 
 void Engine::wakeWaiters() { progress_.wakeWaiters(); }
 
-void Engine::keep(Group& group, std::shared_ptr<void> memory) {
+void Engine::keep(groups::Group& group, std::shared_ptr<void> memory) {
   if (!isUsable()) return;
   call([&] { group.keep(std::move(memory)); });
 }
 
-void Engine::finish(Completion& completion, std::optional<Error> error) {
+void Engine::finish(calls::Completion& completion, std::optional<Error> error) {
   for (const auto& action : completion.finish(std::move(error))) action();
   wakeWaiters();
 }
 
 // --- failure ----------------------------------------------------------------------------------------------
 
-void Engine::callOn(Group& group, const std::function<void()>& action) {
+void Engine::callOn(groups::Group& group, const std::function<void()>& action) {
   if (!isUsable()) return;
   progress_.callAndRunContinuations([&] {
     action();
@@ -462,19 +471,19 @@ void Engine::callOn(Group& group, const std::function<void()>& action) {
   });
 }
 
-void Engine::expire(Group& group, const Completion& completion, Nanoseconds waited) {
+void Engine::expire(groups::Group& group, const calls::Completion& completion, Nanoseconds waited) {
   callOn(group, [&] { group.expire(completion, waited); });
 }
 
-void Engine::abort(Group& group, const std::string& reason) {
+void Engine::abort(groups::Group& group, const std::string& reason) {
   fail(group, Error(ErrorKind::Aborted, reason));
 }
 
-void Engine::fail(Group& group, const Error& error) {
+void Engine::fail(groups::Group& group, const Error& error) {
   callOn(group, [&] { group.fail(error); });
 }
 
-void Engine::onBreak(Group& group, std::function<void(const Error&)> action) {
+void Engine::onBreak(groups::Group& group, std::function<void(const Error&)> action) {
   requireUsable();
   auto report = [this, action = std::move(action)](const Error& error) {
     progress_.runBlocking([action, error] { action(error); });
@@ -484,7 +493,7 @@ void Engine::onBreak(Group& group, std::function<void(const Error&)> action) {
 
 void Engine::runCallback(std::function<void()> action) { progress_.runBlocking(std::move(action)); }
 
-void Engine::watchMembers(Group& group) {
+void Engine::watchMembers(groups::Group& group) {
   requireUsable();
   callOn(group, [&] {
     groups_.checkIdleGroups();
@@ -492,7 +501,7 @@ void Engine::watchMembers(Group& group) {
   });
 }
 
-std::optional<Error> Engine::failureOf(const Group& group) {
+std::optional<Error> Engine::failureOf(const groups::Group& group) {
   std::optional<Error> error;
   call([&] { error = group.breakAsUserError(); });
   return error;

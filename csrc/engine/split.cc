@@ -55,13 +55,13 @@ MemberList listOf(const std::vector<Rank>& members) {
 
 // An all-gather: the values of all ranks, by rank.
 template <typename T>
-std::vector<T> gather(Engine& engine, const std::shared_ptr<Group>& parent, const T& mine,
+std::vector<T> gather(Engine& engine, const std::shared_ptr<groups::Group>& parent, const T& mine,
                       Nanoseconds timeout) {
   const auto all = std::make_shared<std::vector<T>>(static_cast<size_t>(parent->spec().size));
   const auto own = std::make_shared<T>(mine);
-  Request request;
+  calls::Request request;
   request.collective = collectives::Collective::AllGather;
-  request.partOf = PartOf::SplitGroup;
+  request.partOf = calls::PartOf::SplitGroup;
   request.bytes = sizeof(T);
   request.input = {std::as_writable_bytes(std::span(own.get(), 1))};
   request.output = {std::as_writable_bytes(std::span(*all))};
@@ -93,8 +93,8 @@ Outcome outcomeOf(const Step& step) {
 // What the members of a new group tell one another in the group of which they are ranks.
 class Exchange {
  public:
-  Exchange(Engine& engine, const std::shared_ptr<Group>& parent, const std::vector<Rank>& members,
-           Rank me, Nanoseconds timeout)
+  Exchange(Engine& engine, const std::shared_ptr<groups::Group>& parent,
+           const std::vector<Rank>& members, Rank me, Nanoseconds timeout)
       : engine_(engine),
         parent_(parent),
         members_(members),
@@ -112,7 +112,7 @@ class Exchange {
       Outcome of;
       std::memcpy(&of, theirs.data(), sizeof of);
       if (of.text.front() != 0)
-        throw Error(errorKindOf(static_cast<uint32_t>(of.kind)), unpadded(of.text));
+        throw Error(calls::errorKindOf(static_cast<uint32_t>(of.kind)), unpadded(of.text));
       result.emplace_back(theirs.begin() + sizeof of, theirs.end());
     }
     return result;
@@ -142,7 +142,7 @@ class Exchange {
   }
 
   void begin(bool send, size_t rank, int32_t tag, std::span<std::byte> bytes) {
-    Message message;
+    calls::Message message;
     message.send = send;
     message.peer = members_[rank];
     message.tag = tag;
@@ -161,17 +161,17 @@ class Exchange {
   }
 
   Engine& engine_;
-  const std::shared_ptr<Group>& parent_;
+  const std::shared_ptr<groups::Group>& parent_;
   const std::vector<Rank>& members_;
   const size_t me_;
   const Nanoseconds timeout_;
   std::shared_ptr<std::vector<std::byte>> all_;  // messages may outlive this
-  std::vector<CompletionPtr> open_;
+  std::vector<calls::CompletionPtr> open_;
 };
 
 }  // namespace
 
-void agreeOnMembers(Engine& engine, const std::shared_ptr<Group>& parent,
+void agreeOnMembers(Engine& engine, const std::shared_ptr<groups::Group>& parent,
                     const std::vector<Rank>& members, Nanoseconds timeout) {
   const Rank me = parent->spec().me;
   // Objections have the numbers of the job, as all texts.
@@ -200,14 +200,15 @@ void agreeOnMembers(Engine& engine, const std::shared_ptr<Group>& parent,
   }
 }
 
-std::shared_ptr<Group> splitGroup(Engine& engine, const std::shared_ptr<Group>& parent,
-                                  Group::Spec spec, const std::vector<Rank>& members,
-                                  Nanoseconds timeout) {
+std::shared_ptr<groups::Group> splitGroup(Engine& engine,
+                                          const std::shared_ptr<groups::Group>& parent,
+                                          groups::Group::Spec spec,
+                                          const std::vector<Rank>& members, Nanoseconds timeout) {
   spec.jobRanks.clear();
   for (const Rank rank : members) spec.jobRanks.push_back(parent->jobRank(rank));
   Exchange exchange(engine, parent, members, spec.me, timeout);
-  std::shared_ptr<Group> group;
-  std::vector<std::byte> mine = GroupEntry{}.encode();
+  std::shared_ptr<groups::Group> group;
+  std::vector<std::byte> mine = team::GroupEntry{}.encode();
   Outcome begun = outcomeOf([&] {
     const auto [made, introduction] = engine.beginGroup(spec);
     group = made;

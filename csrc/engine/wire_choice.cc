@@ -26,9 +26,9 @@ struct Buffers {
 };
 
 // Averages or compares `values`, which are in `buffers`, over all ranks.
-void allReduce(Engine& engine, Group& group, const std::shared_ptr<Buffers>& buffers,
+void allReduce(Engine& engine, groups::Group& group, const std::shared_ptr<Buffers>& buffers,
                std::span<float> values, ReduceOp op, Nanoseconds timeout) {
-  Request request;
+  calls::Request request;
   request.collective = collectives::Collective::AllReduce;
   request.type = DataType::float32;
   request.op = op;
@@ -40,7 +40,7 @@ void allReduce(Engine& engine, Group& group, const std::shared_ptr<Buffers>& buf
 }
 
 // The format that is worthwhile on all ranks, by times that are measured here.
-Wire measured(Engine& engine, Group& group, const std::shared_ptr<Buffers>& buffers,
+Wire measured(Engine& engine, groups::Group& group, const std::shared_ptr<Buffers>& buffers,
               Nanoseconds timeout) {
   const MonotonicClock clock;
   const std::span<float> vector = buffers->vector;
@@ -74,7 +74,7 @@ Wire worthwhile(const WireTimes& times) {
   return best;
 }
 
-void chooseWire(Engine& engine, const std::shared_ptr<Group>& group, Nanoseconds timeout) {
+void chooseWire(Engine& engine, const std::shared_ptr<groups::Group>& group, Nanoseconds timeout) {
   if (group->wire().wire.has_value() || !group->spansNodes()) return;
   // The same on all ranks, so none of them measures.
   if (const auto reason = group->whyOnlyFp32()) {

@@ -67,7 +67,8 @@ CallOrder::Callback::~Callback() { ofThisThread() = std::move(outer_); }
 
 // --- CallOrders -------------------------------------------------------------------------------------------
 
-CallOrders::CallOrders(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group)
+CallOrders::CallOrders(std::shared_ptr<engine::Engine> engine,
+                       std::shared_ptr<engine::groups::Group> group)
     : engine_(std::move(engine)),
       script_(std::make_shared<CallOrder>(group->spec().name, engine_, group)) {}
 
@@ -88,8 +89,8 @@ std::shared_ptr<CallOrder> CallOrders::current(const Make& make) {
   return slot->order;
 }
 
-std::vector<std::shared_ptr<engine::Group>> CallOrders::groups() const {
-  std::vector<std::shared_ptr<engine::Group>> all{script_->group};
+std::vector<std::shared_ptr<engine::groups::Group>> CallOrders::groups() const {
+  std::vector<std::shared_ptr<engine::groups::Group>> all{script_->group};
   const std::lock_guard lock(mutex_);
   for (const auto& [name, slot] : ofCallbacks_) {
     // Whoever holds it makes a group, which nobody has used yet.

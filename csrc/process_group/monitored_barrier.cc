@@ -18,7 +18,7 @@ constexpr Nanoseconds kExtraTime = 5'000'000'000;
 }  // namespace
 
 MonitoredBarrier::MonitoredBarrier(std::shared_ptr<engine::Engine> engine,
-                                   std::shared_ptr<engine::Group> group)
+                                   std::shared_ptr<engine::groups::Group> group)
     : engine_(std::move(engine)), group_(std::move(group)) {}
 
 void MonitoredBarrier::run(Nanoseconds timeout, bool waitAllRanks) const {
@@ -29,10 +29,10 @@ void MonitoredBarrier::run(Nanoseconds timeout, bool waitAllRanks) const {
   }
 }
 
-engine::CompletionPtr MonitoredBarrier::signal(bool send, Rank rank, int32_t tag,
-                                               Nanoseconds timeout) const {
+engine::calls::CompletionPtr MonitoredBarrier::signal(bool send, Rank rank, int32_t tag,
+                                                      Nanoseconds timeout) const {
   const auto byte = std::make_shared<std::byte>();
-  engine::Message message;
+  engine::calls::Message message;
   message.send = send;
   message.peer = rank;
   message.tag = tag;
@@ -72,7 +72,7 @@ void MonitoredBarrier::awaitRanks(Nanoseconds timeout, bool all) const {
     giveUp(ErrorKind::Timeout,
            fmt::format("Rank {} timed out in monitoredBarrier {}", group_->jobRank(0), inTime));
   }
-  std::vector<engine::CompletionPtr> here;
+  std::vector<engine::calls::CompletionPtr> here;
   for (Rank r = 1; r < group_->spec().size; ++r) {
     // The engine's own time-out must not come first, since its error does not speak of a barrier.
     here.push_back(signal(false, r, kTagOfBarrier, timeout + kExtraTime));
@@ -92,7 +92,7 @@ void MonitoredBarrier::awaitRanks(Nanoseconds timeout, bool all) const {
            fmt::format("Rank{} {} failed to pass monitoredBarrier {}",
                        missing.size() > 1 ? "s" : "", fmt::join(missing, ", "), inTime));
   }
-  std::vector<engine::CompletionPtr> go;
+  std::vector<engine::calls::CompletionPtr> go;
   for (Rank r = 1; r < group_->spec().size; ++r)
     go.push_back(signal(true, r, kTagOfBarrierAnswer, kExtraTime));
   for (const auto& completion : go) {

@@ -26,8 +26,8 @@ std::shared_ptr<void> Work::Call::keepAlive() const {
   return tensors;
 }
 
-Work::Work(int rank, std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
-           Call call)
+Work::Work(int rank, std::shared_ptr<engine::Engine> engine,
+           std::shared_ptr<engine::groups::Group> group, Call call)
     : c10d::Work(rank, call.type, call.title, call.inputs),
       engine_(std::move(engine)),
       group_(std::move(group)),
@@ -35,7 +35,7 @@ Work::Work(int rank, std::shared_ptr<engine::Engine> engine, std::shared_ptr<eng
       call_(std::move(call)),
       start_(call_.hooks && !call_.hooks->completion.empty() ? MonotonicClock().now() : 0) {}
 
-void Work::setOperations(std::vector<engine::CompletionPtr> completions) {
+void Work::setOperations(std::vector<engine::calls::CompletionPtr> completions) {
   completions_ = std::move(completions);
   // A profiler's range must end, and staged tensors must get their values, when the operation ends, not when somebody
   // asks.

@@ -128,7 +128,7 @@ GpuProcessGroup::GpuProcessGroup(const Creation& creation, GpuSupport support)
   sendDirectly(static_cast<Calls&>(devices()));
 }
 
-GpuProcessGroup::GpuProcessGroup(std::shared_ptr<engine::Group> group,
+GpuProcessGroup::GpuProcessGroup(std::shared_ptr<engine::groups::Group> group,
                                  std::chrono::milliseconds timeout,
                                  const intrusive_ptr<c10d::Store>& store, GpuSupport support)
     : ProcessGroup(std::move(group), timeout, std::make_unique<Calls>(this)),
@@ -318,7 +318,7 @@ bool GpuProcessGroup::serves(collectives::Collective collective, const at::Tenso
   return false;
 }
 
-std::shared_ptr<DeviceTurns> GpuProcessGroup::begin(const engine::Request& request,
+std::shared_ptr<DeviceTurns> GpuProcessGroup::begin(const engine::calls::Request& request,
                                                     const std::shared_ptr<DeviceCopies>& copies,
                                                     std::shared_ptr<void> keepAlive) {
   if (rails_) return rails_->begin(request, copies, std::move(keepAlive));
@@ -452,13 +452,13 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
       std::chrono::nanoseconds(effectiveTimeout(timeout)));
   std::vector<Rank> members;
   for (int node = 0; node < topology.numNodes(); ++node) members.push_back(topology.railPeer(node));
-  std::vector<std::shared_ptr<engine::Group>> railGroups;
+  std::vector<std::shared_ptr<engine::groups::Group>> railGroups;
   std::vector<intrusive_ptr<ProcessGroup>> rails;
   for (const char* name : {"rail", "second rail"}) {
     // Only sums on the GPU need the second rail.
     const bool isOnCpu = cuda::parseSumSetting(settings().gpuSum) == cuda::SumSetting::Cpu;
     if (isOnCpu && !rails.empty()) break;
-    const engine::Group::Spec spec{
+    const engine::groups::Group::Spec spec{
         fmt::format("{}, {} {}", group()->spec().name, name, topology.myLocal()), topology.myNode(),
         topology.numNodes(), group()->spec().options};
     railGroups.push_back(

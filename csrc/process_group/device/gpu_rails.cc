@@ -41,7 +41,7 @@ c10d::ReduceOp torchOp(ReduceOp op) {
 }
 
 // The bytes of a request as elements.
-at::Tensor vectorOf(const engine::Pieces& pieces, DataType type, c10::Device device) {
+at::Tensor vectorOf(const engine::calls::Pieces& pieces, DataType type, c10::Device device) {
   const std::span<std::byte> bytes = pieces.front();
   const auto count = static_cast<int64_t>(bytes.size() / sizeOf(type));
   return at::from_blob(
@@ -58,7 +58,7 @@ void enqueueCopy(const at::Tensor& from, at::Tensor into) {
 // One call.
 class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from_this<Turns> {
  public:
-  Turns(std::shared_ptr<GpuRails> rails, const engine::Request& request,
+  Turns(std::shared_ptr<GpuRails> rails, const engine::calls::Request& request,
         std::shared_ptr<DeviceCopies> copies, std::shared_ptr<void> keepAlive)
       : rails_(std::move(rails)),
         topology_(rails_->parent_->topology()),
@@ -79,7 +79,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
   bool advance() override { return true; }
 
   void advanceToEnd() override {
-    const auto done = std::make_shared<engine::Completion>();
+    const auto done = std::make_shared<engine::calls::Completion>();
     atEnd([engine = rails_->engine_, done](const std::optional<Error>& error) {
       engine->finish(*done, error);
     });
@@ -164,7 +164,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
     return true;
   }
 
-  void begin(const engine::Request& request) {
+  void begin(const engine::calls::Request& request) {
     using collectives::Collective;
     const c10::StreamGuard guard(firstStream_);
     const at::AutoDispatchBelowADInplaceOrView noAutograd;
@@ -336,8 +336,8 @@ bool GpuRails::serves(collectives::Collective collective) {
          collective == Collective::AllGather || collective == Collective::Broadcast;
 }
 
-GpuRails::GpuRails(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> parent,
-                   c10::Device device, Groups groups)
+GpuRails::GpuRails(std::shared_ptr<engine::Engine> engine,
+                   std::shared_ptr<engine::groups::Group> parent, c10::Device device, Groups groups)
     : engine_(std::move(engine)),
       parent_(std::move(parent)),
       device_(device),
@@ -349,7 +349,7 @@ int64_t GpuRails::measure(Nanoseconds timeout) {
   constexpr int kRounds = 3;  // the first one connects and allocates, and does not count
   const int64_t bytes = std::min(settings().poolBytes, kMostBytes) * parent_->topology().teamSize();
   const at::Tensor scratch = at::zeros({bytes}, at::TensorOptions(at::kByte).device(device_));
-  engine::Request request;
+  engine::calls::Request request;
   request.collective = collectives::Collective::AllReduce;
   request.type = DataType::float32;
   request.bytes = bytes;
@@ -368,7 +368,7 @@ int64_t GpuRails::measure(Nanoseconds timeout) {
   return quickest;
 }
 
-std::shared_ptr<DeviceTurns> GpuRails::begin(const engine::Request& request,
+std::shared_ptr<DeviceTurns> GpuRails::begin(const engine::calls::Request& request,
                                              const std::shared_ptr<DeviceCopies>& copies,
                                              std::shared_ptr<void> keepAlive) {
   if (const auto error = failure()) throw *error;

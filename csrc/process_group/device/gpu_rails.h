@@ -38,9 +38,9 @@ class GpuRails : public std::enable_shared_from_this<GpuRails> {
     // Among rank k of every node; the second rail, if any, has the same ranks.
     std::vector<c10::intrusive_ptr<ProcessGroup>> rails;
     // The engine's groups of these rails.
-    std::vector<std::shared_ptr<engine::Group>> railGroups;
+    std::vector<std::shared_ptr<engine::groups::Group>> railGroups;
   };
-  GpuRails(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> parent,
+  GpuRails(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::groups::Group> parent,
            c10::Device device, Groups groups);
 
   static bool serves(collectives::Collective collective);
@@ -50,7 +50,7 @@ class GpuRails : public std::enable_shared_from_this<GpuRails> {
   // ranks call it together; blocks.
   int64_t measure(Nanoseconds timeout);
   // Enqueues the first two stages of a call.
-  std::shared_ptr<DeviceTurns> begin(const engine::Request& request,
+  std::shared_ptr<DeviceTurns> begin(const engine::calls::Request& request,
                                      const std::shared_ptr<DeviceCopies>& copies,
                                      std::shared_ptr<void> keepAlive);
   // Makes the first call of each group of NCCL, which connects it: on the thread that makes groups, since no other
@@ -72,7 +72,7 @@ class GpuRails : public std::enable_shared_from_this<GpuRails> {
   void advanceQueue();
 
   const std::shared_ptr<engine::Engine> engine_;
-  const std::shared_ptr<engine::Group> parent_;
+  const std::shared_ptr<engine::groups::Group> parent_;
   const c10::Device device_;
   const Groups groups_;
   std::shared_ptr<RailSum> sum_;  // shared with the calls under way

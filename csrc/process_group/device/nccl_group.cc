@@ -11,7 +11,7 @@ Error errorOfRank(Rank rank, const std::string& what) {
 }
 
 std::shared_ptr<NcclGroup> NcclGroup::make(std::shared_ptr<engine::Engine> engine,
-                                           std::shared_ptr<engine::Group> group,
+                                           std::shared_ptr<engine::groups::Group> group,
                                            c10::intrusive_ptr<c10d::Backend> backend,
                                            Action before) {
   auto made = std::make_shared<NcclGroup>(engine, group, std::move(backend));
@@ -28,7 +28,8 @@ std::shared_ptr<NcclGroup> NcclGroup::make(std::shared_ptr<engine::Engine> engin
   return made;
 }
 
-NcclGroup::NcclGroup(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
+NcclGroup::NcclGroup(std::shared_ptr<engine::Engine> engine,
+                     std::shared_ptr<engine::groups::Group> group,
                      c10::intrusive_ptr<c10d::Backend> backend)
     : engine_(std::move(engine)), group_(std::move(group)), backend_(std::move(backend)) {}
 

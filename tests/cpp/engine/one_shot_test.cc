@@ -10,7 +10,7 @@ namespace smddp::test {
 namespace {
 
 using collectives::Collective;
-using engine::Request;
+using engine::calls::Request;
 
 Request allreduce(std::vector<int64_t>& vector) {
   Request request;
@@ -35,7 +35,7 @@ TEST_P(OneShotTest, SumsAreRightHoweverRanksCall) {
   runRanks({size}, [&](RankContext& rank) {
     std::mt19937 lengths(1), mine(static_cast<unsigned>(100 + rank.rank));
     std::vector<std::vector<int64_t>> vectors(kCalls);
-    std::vector<engine::CompletionPtr> open;
+    std::vector<engine::calls::CompletionPtr> open;
     for (int call = 0; call < kCalls; ++call) {
       // Sizes below, at and above the limit of slots beside the arrival.
       auto& vector = vectors[call];

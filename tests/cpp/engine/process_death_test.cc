@@ -50,7 +50,8 @@ struct Child {
 };
 
 // The report of a survivor: the error of the interrupted call, and that of a later one.
-std::vector<std::string> survive(engine::Engine& engine, engine::Group& group, Block& data) {
+std::vector<std::string> survive(engine::Engine& engine, engine::groups::Group& group,
+                                 Block& data) {
   std::vector<std::string> errors;
   for (int i = 0; errors.size() < 2 && i < 100'000; ++i) {
     auto request = allReduce(data.bytes());

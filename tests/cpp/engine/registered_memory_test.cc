@@ -80,7 +80,7 @@ void runOnCards(const std::vector<int>& layout,
       });
 }
 
-void sumOnes(RankContext& rank, engine::Group& group, size_t count) {
+void sumOnes(RankContext& rank, engine::groups::Group& group, size_t count) {
   std::vector<float> ones(count, 1.0f);
   auto request = allReduce(bytesOf(ones));
   request.willWait = true;
@@ -136,7 +136,7 @@ TEST(RegisteredMemoryTest, GroupsThatComeAndGoUseTheSamePages) {
     constexpr size_t kGroups = 6;
     size_t ofOneGroup = 0;
     int givenBack = 0;
-    std::weak_ptr<engine::Group> before;
+    std::weak_ptr<engine::groups::Group> before;
     for (size_t round = 0; round < kGroups; ++round) {
       // This takes memory of groups that all ranks have left.
       const auto group = rank.engine.createGroup(

@@ -292,7 +292,7 @@ void Simulation::submitNext(Player& player, Seat& seat) {
   for (size_t i = 0; i < static_cast<size_t>(inputs); ++i)
     input.push_back(value(call, number, seat.me, i));
   const DataType type = call.isFloat ? DataType::float32 : DataType::int32;
-  engine::Request request;
+  engine::calls::Request request;
   switch (call.collective) {
     case Collective::AllReduce:
       if (!call.again) output = input;

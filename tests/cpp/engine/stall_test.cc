@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "engine/calls.h"
-#include "engine/recent_durations.h"
+#include "engine/observe/recent_durations.h"
 
 namespace smddp::test {
 namespace {
@@ -52,7 +52,7 @@ class StallTest : public testing::Test {
     for (auto& player : players_) player.engine.reset();
   }
 
-  engine::CompletionPtr begin(size_t rank, std::vector<float>& data) {
+  engine::calls::CompletionPtr begin(size_t rank, std::vector<float>& data) {
     auto request = allReduce(bytesOf(data));
     request.timeout = 3600 * kSecond;
     return players_[rank].engine->submit(*players_[rank].group, std::move(request));
@@ -88,10 +88,11 @@ class StallTest : public testing::Test {
  private:
   struct Player {
     std::unique_ptr<engine::Engine> engine;
-    std::shared_ptr<engine::Group> group;
+    std::shared_ptr<engine::groups::Group> group;
   };
   const std::shared_ptr<MovedClock> clock_ = std::make_shared<MovedClock>();
-  const std::shared_ptr<engine::Metrics> metrics_ = std::make_shared<engine::Metrics>();
+  const std::shared_ptr<engine::observe::Metrics> metrics_ =
+      std::make_shared<engine::observe::Metrics>();
   std::array<std::vector<float>, 2> data_{std::vector<float>(1000, 1), std::vector<float>(1000, 1)};
   std::array<Player, 2> players_;
 };
@@ -122,7 +123,7 @@ TEST_F(StallTest, CallsThatTakeLongMayTakeTwentyTimesAsLong) {
 }
 
 TEST(RecentDurations, MedianOfTheLast) {
-  engine::RecentDurations recent;
+  engine::observe::RecentDurations recent;
   EXPECT_EQ(recent.median(), 0);
   recent.add(5);
   EXPECT_EQ(recent.median(), 5);
