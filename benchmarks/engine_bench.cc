@@ -32,7 +32,7 @@ calls::Request allreduce(std::vector<float>& vector, bool willWait) {
 void handOverToNobody(benchmark::State& state) {
   test::runRanks({1}, [&](test::RankContext& rank) {
     int calls = 0;
-    for (auto _ : state) rank.engine.call([&] { ++calls; });
+    for (auto _ : state) rank.engine.progress().call([&] { ++calls; });
     benchmark::DoNotOptimize(calls);
   });
 }
@@ -55,9 +55,9 @@ void contended(benchmark::State& state) {
   test::runRanks({1}, [&](test::RankContext& rank) {
     std::atomic<bool> stop{false};
     std::thread rival([&] {
-      while (!stop.load(std::memory_order_relaxed)) rank.engine.call([] {});
+      while (!stop.load(std::memory_order_relaxed)) rank.engine.progress().call([] {});
     });
-    for (auto _ : state) rank.engine.call([] {});
+    for (auto _ : state) rank.engine.progress().call([] {});
     stop = true;
     rival.join();
   });

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "bootstrap/rendezvous.h"
 #include "common/config.h"
 #include "common/interrupt.h"
 #include "common/log.h"
@@ -159,7 +160,7 @@ engine::calls::Request requestOf(const smddp_group& group, const smddp_arguments
   require(arguments.type >= 0 && arguments.type < smddp::kNumDataTypes, "there is no such type");
   require(arguments.op >= 0 && arguments.op < smddp::kNumReduceOps, "there is no such operation");
   require(arguments.count >= 0, "the number of elements is negative");
-  const auto& spec = group.group->spec();
+  const auto& spec = group.group->spec;
   engine::calls::Request request;
   request.collective = static_cast<collectives::Collective>(arguments.collective);
   request.timeout = timeoutOf(group, arguments.timeout);
@@ -219,10 +220,10 @@ smddp_status beginMessage(smddp_group* group, const smddp_message* given, bool i
     require(given, "an argument is null");
     auto memory = hold(given->release, given->held);
     require(group && operation, "an argument is null");
-    const int size = group->group->spec().size;
+    const int size = group->group->spec.size;
     const bool isAny = !isSend && given->peer == engine::calls::kAnySource;
     require(isAny || (given->peer >= 0 && given->peer < size), "the peer is no rank of the group");
-    require(given->peer != group->group->spec().me, "a rank cannot send to itself");
+    require(given->peer != group->group->spec.me, "a rank cannot send to itself");
     require(given->tag >= 0, "the tag is negative");
     require(given->bytes >= 0 && (given->bytes == 0 || given->memory), "the memory is null");
     engine::calls::Message message;
@@ -254,7 +255,7 @@ void waitForAll(smddp_group& group) {
 void meet(smddp_group& joined, const char* host, uint16_t port, Rank me, int size) {
   smddp::store::Client store(host, port, joined.timeout);
   smddp::setLogRank(me);
-  const engine::groups::Group::Spec spec{"c_interface", me, size, {}};
+  const engine::groups::GroupSpec spec{"c_interface", me, size, {}};
   try {
     joined.engine = engine::sharedEngine();
   } catch (const Error& error) {
@@ -324,7 +325,7 @@ smddp_status smddp_split(smddp_group* parent, const int* ranks, int count, smddp
   return translated([&] {
     require(parent && group && count >= 0 && (ranks || count == 0), "an argument is null");
     const std::vector<Rank> members(ranks, ranks + count);
-    const auto& spec = parent->group->spec();
+    const auto& spec = parent->group->spec;
     for (const Rank member : members) {
       if (member < 0 || member >= spec.size) {
         raise(ErrorKind::Usage, "{} is no rank of a group of {}", member, spec.size);
@@ -349,9 +350,9 @@ smddp_status smddp_split(smddp_group* parent, const int* ranks, int count, smddp
   });
 }
 
-int smddp_rank(const smddp_group* group) { return isGiven(group) ? group->group->spec().me : -1; }
+int smddp_rank(const smddp_group* group) { return isGiven(group) ? group->group->spec.me : -1; }
 
-int smddp_size(const smddp_group* group) { return isGiven(group) ? group->group->spec().size : -1; }
+int smddp_size(const smddp_group* group) { return isGiven(group) ? group->group->spec.size : -1; }
 
 smddp_status smddp_leave(smddp_group* group) {
   if (!group) return SMDDP_OK;
@@ -370,7 +371,7 @@ smddp_status smddp_leave(smddp_group* group) {
 smddp_status smddp_abort(smddp_group* group, const char* reason) {
   return translated([&] {
     require(group && reason, "an argument is null");
-    group->engine->abort(*group->group, reason);
+    group->engine->fail(*group->group, Error(ErrorKind::Aborted, reason));
     return SMDDP_OK;
   });
 }
@@ -424,7 +425,7 @@ void smddp_then(smddp_operation* operation, void (*action)(void* argument), void
       return SMDDP_OK;
     }
     operation->completion->then([engine = operation->engine, action, argument] {
-      engine->runCallback([action, argument] { action(argument); });
+      engine->progress().runBlocking([action, argument] { action(argument); });
     });
     return SMDDP_OK;
   });

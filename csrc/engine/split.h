@@ -18,7 +18,7 @@ void agreeOnMembers(Engine& engine, const std::shared_ptr<groups::Group>& parent
 // order. If one of them cannot join, all throw why.
 std::shared_ptr<groups::Group> splitGroup(Engine& engine,
                                           const std::shared_ptr<groups::Group>& parent,
-                                          groups::Group::Spec spec,
-                                          const std::vector<Rank>& members, Nanoseconds timeout);
+                                          groups::GroupSpec spec, const std::vector<Rank>& members,
+                                          Nanoseconds timeout);
 
 }  // namespace smddp::engine

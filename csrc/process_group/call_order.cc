@@ -32,7 +32,7 @@ void FutureQueue::wake() {
     if (isRunning_ || waiting_.empty() || !waiting_.front()->hasEnded()) return;
     isRunning_ = true;
   }
-  engine_->runCallback([self = shared_from_this()] { self->run(); });
+  engine_->progress().runBlocking([self = shared_from_this()] { self->run(); });
 }
 
 void FutureQueue::run() {
@@ -70,7 +70,7 @@ CallOrder::Callback::~Callback() { ofThisThread() = std::move(outer_); }
 CallOrders::CallOrders(std::shared_ptr<engine::Engine> engine,
                        std::shared_ptr<engine::groups::Group> group)
     : engine_(std::move(engine)),
-      script_(std::make_shared<CallOrder>(group->spec().name, engine_, group)) {}
+      script_(std::make_shared<CallOrder>(group->spec.name, engine_, group)) {}
 
 std::shared_ptr<CallOrder> CallOrders::current(const Make& make) {
   const auto& caller = CallOrder::ofCallback();

@@ -60,14 +60,14 @@ engine::calls::CompletionPtr Mailbox::submit(bool send, int peer, at::Tensor byt
 
 void Mailbox::interrupt() {
   interrupted_.store(true);
-  group_->engine_->wakeWaiters();
+  group_->engine_->progress().wakeWaiters();
 }
 
 std::vector<Mailbox::Arrival> Mailbox::take(bool block) {
   const c10::InferenceMode guard(false);
   std::vector<Arrival> arrived;
   translated([&] {
-    const engine::Engine::WaitScope waiting(*group_->engine_);
+    const engine::progress::WaitScope waiting(group_->engine_->progress());
     while (!streams_.empty()) {
       std::erase_if(streams_, [&](Stream& stream) { return !advance(stream, arrived); });
       if (!arrived.empty() || !block || interrupted_.exchange(false)) break;

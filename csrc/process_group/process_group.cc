@@ -6,6 +6,7 @@
 #include <optional>
 #include <set>
 
+#include "bootstrap/rendezvous.h"
 #include "common/config.h"
 #include "common/log.h"
 #include "engine/shared_engine.h"
@@ -70,7 +71,7 @@ engine::Engine::KnownMembers knownMembersOf(const ProcessGroup::Creation& creati
   const std::lock_guard lock(slot.mutex);
   const auto world = slot.group.lock();
   const auto& ranks = creation.ranksOfWorld;
-  const auto isOfWorld = [&](Rank rank) { return rank >= 0 && rank < world->spec().size; };
+  const auto isOfWorld = [&](Rank rank) { return rank >= 0 && rank < world->spec.size; };
   if (!world || static_cast<int>(ranks.size()) != creation.size ||
       !std::all_of(ranks.begin(), ranks.end(), isOfWorld)) {
     return {};
@@ -124,7 +125,7 @@ ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls
 
 ProcessGroup::ProcessGroup(std::shared_ptr<engine::groups::Group> group,
                            std::chrono::milliseconds timeout, std::unique_ptr<DeviceCalls> devices)
-    : Backend(group->spec().me, group->spec().size),
+    : Backend(group->spec.me, group->spec.size),
       engine_(sharedEngine()),
       group_(std::move(group)),
       timeoutMs_(timeout.count()),
@@ -152,7 +153,7 @@ void ProcessGroup::setTimeout(std::chrono::milliseconds timeout) { timeoutMs_ = 
 c10d::ErrorType ProcessGroup::getError() {
   if (hasLeft_) return c10d::ErrorType::SUCCESS;
   std::optional<Error> error;
-  engine_->call([&] {
+  engine_->progress().call([&] {
     if (const Error* found = group_->errorOfNextOperation()) error = *found;
   });
   if (!error) return c10d::ErrorType::SUCCESS;
@@ -163,9 +164,9 @@ c10d::ErrorType ProcessGroup::getError() {
 
 void ProcessGroup::abortBecause(const std::string& reason) {
   if (hasLeft_) return;
-  const auto text = fmt::format("rank {} called abort(){}{}", group_->jobRank(getRank()),
+  const auto text = fmt::format("rank {} called abort(){}{}", group_->membership.jobRank(getRank()),
                                 reason.empty() ? "" : ": ", reason);
-  for (const auto& group : calls_->groups()) engine_->abort(*group, text);
+  for (const auto& group : calls_->groups()) engine_->fail(*group, Error(ErrorKind::Aborted, text));
   devices_->close(Error(ErrorKind::Aborted, text));
   HookThread::ofThisProcess().groupFailed(hooks_, group_->wasInterrupted());
 }
@@ -212,7 +213,7 @@ std::shared_ptr<CallOrder> ProcessGroup::order() {
   // Without a store the ranks have no place to meet. Then callbacks must not make calls that the script makes, too.
   if (!store_) return calls_->script();
   return calls_->current([&](const std::string& name) {
-    engine::groups::Group::Spec spec = parent->spec();
+    engine::groups::GroupSpec spec = parent->spec;
     spec.name = name;
     spec.ofCallbacks = true;
     std::vector<Rank> all(static_cast<size_t>(getSize()));
@@ -278,9 +279,9 @@ ProcessGroup::splitEngineGroup(const intrusive_ptr<c10d::Store>& store,
   }
   const auto me = std::find(members.begin(), members.end(), getRank());
   if (me == members.end()) return {nullptr, timeout};
-  const engine::groups::Group::Spec spec{options ? options->group_name : "",
+  const engine::groups::GroupSpec spec{options ? options->group_name : "",
                                          static_cast<Rank>(me - members.begin()),
-                                         static_cast<int>(members.size()), parent->spec().options};
+                                         static_cast<int>(members.size()), parent->spec.options};
   auto child = translated([&] {
     auto split = engine::splitGroup(*engine_, parent, spec, members, effectiveTimeout(timeout));
     engine::chooseWire(*engine_, split, effectiveTimeout(timeout));
@@ -459,16 +460,16 @@ at::Tensor ProcessGroup::allocateTensor(long size, at::TensorOptions options) {
 
 std::map<std::string, engine::plans::AlgorithmUse> ProcessGroup::statistics() {
   std::map<std::string, engine::plans::AlgorithmUse> result;
-  engine_->call([&] { result = group_->statistics(); });
+  engine_->progress().call([&] { result = group_->plans.statistics(); });
   return result;
 }
 
 std::string ProcessGroup::describe() {
   std::string text;
   translated([&] {
-    engine_->call([&] {
+    engine_->progress().call([&] {
       text = group_->describe();
-      if (group_->spansNodes()) text += "; " + engine_->process().describeFabric();
+      if (group_->membership.spansNodes()) text += "; " + engine_->process().describeFabric();
     });
   });
   return text;

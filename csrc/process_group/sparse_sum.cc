@@ -41,7 +41,7 @@ SparseSum::Header SparseSum::header() const {
 }
 
 engine::calls::CompletionPtr SparseSum::begin() {
-  headers_.resize(static_cast<size_t>(group_->spec().size));
+  headers_.resize(static_cast<size_t>(group_->spec.size));
   const auto bytes = std::as_writable_bytes(std::span(headers_));
   engine::calls::Request request;
   request.collective = collectives::Collective::AllGather;
@@ -56,7 +56,7 @@ engine::calls::CompletionPtr SparseSum::begin() {
 }
 
 void SparseSum::exchange() {
-  const auto me = static_cast<size_t>(group_->spec().me);
+  const auto me = static_cast<size_t>(group_->spec.me);
   std::vector<engine::calls::CompletionPtr> parts;
   const auto submit = [&](bool send, size_t peer, size_t owner) {
     if (headers_[owner][kNonZeros] == 0) return;
@@ -77,8 +77,8 @@ void SparseSum::exchange() {
           ErrorKind::Mismatch,
           fmt::format("all_reduce of sparse tensors: rank {} has another shape, dtype "
                       "or number of sparse dimensions than rank {}",
-                      group_->jobRank(static_cast<Rank>(rank)),
-                      group_->jobRank(static_cast<Rank>(me))));
+                      group_->membership.jobRank(static_cast<Rank>(rank)),
+                      group_->membership.jobRank(static_cast<Rank>(me))));
       engine_->fail(*group_, error);
       throw error;
     }
@@ -139,6 +139,6 @@ void SparseSum::proceed(const std::vector<engine::calls::CompletionPtr>& parts,
   }
 }
 
-void SparseSum::end(std::optional<Error> error) { engine_->finish(*done_, std::move(error)); }
+void SparseSum::end(std::optional<Error> error) { engine_->progress().finish(*done_, std::move(error)); }
 
 }  // namespace smddp::process_group

@@ -185,7 +185,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-void Work::abort() { engine_->abort(*group_, fmt::format("{} was aborted", call_.title)); }
+void Work::abort() { engine_->fail(*group_, Error(ErrorKind::Aborted, fmt::format("{} was aborted", call_.title))); }
 
 at::IValue Work::futureValue() const {
   if (call_.outputs.empty()) return at::IValue(std::vector<at::Tensor>());
@@ -235,7 +235,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
     finishFuture();
   } else {
     // Its callbacks may wait for a lock that a thread holds in a call.
-    whenEnded([self] { self->engine_->runCallback([self] { self->finishFuture(); }); });
+    whenEnded([self] { self->engine_->progress().runBlocking([self] { self->finishFuture(); }); });
   }
   return future_;
 }

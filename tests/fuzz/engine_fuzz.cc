@@ -65,26 +65,25 @@ struct Player {
     process.emplace(std::move(options), ownership);
     process->openFabric(1, "127.0.0.1");
     registry.emplace(ownership, *process);
-    group = std::make_shared<groups::Group>(*process, groups::Group::Spec{"g", me, size});
-    introduction = process->introduce(group->makeEntry());
+    place.emplace(*process, groups::GroupSpec{"g", me, size});
   }
 
   void join(const std::vector<bootstrap::Introduction>& all) {
     std::vector<std::string> nodes{"a", "a", "b"};
     nodes.resize(all.size());
-    group->join(all, nodes);
+    group = std::make_shared<groups::Group>(*process, *place, groups::Members{all, nodes});
   }
   void submit(calls::Message message) {
     group->submit(std::move(message), std::make_shared<calls::Completion>());
     registry->activate(*group);
   }
   void submit(calls::Request request) {
-    group->submit(std::move(request), std::make_shared<calls::Completion>());
+    group->operations.submit(std::move(request), std::make_shared<calls::Completion>());
     registry->activate(*group);
   }
   // Where mates read what this process tells its group.
   std::span<std::byte> region() {
-    const team::GroupEntry entry = team::GroupEntry::decode(introduction);
+    const team::GroupEntry entry = team::GroupEntry::decode(place->introduction);
     return {process->memory().slab->data() + entry.regionOffset, entry.regionBytes};
   }
 
@@ -92,8 +91,8 @@ struct Player {
   HostileTransport* network = nullptr;
   std::optional<process::Process> process;
   std::optional<groups::GroupRegistry> registry;
+  std::optional<groups::Place> place;
   std::shared_ptr<groups::Group> group;
-  bootstrap::Introduction introduction;
 };
 
 void overwrite(Script& script, std::span<std::byte> memory) {
@@ -164,7 +163,8 @@ void run(Script& script) {
   const int size = (published & 128) != 0 ? 2 : 3;
   Player we(0, size, clock), mate(1, size, clock);
 
-  std::vector<bootstrap::Introduction> all{we.introduction, mate.introduction, mate.introduction};
+  std::vector<bootstrap::Introduction> all{we.place->introduction, mate.place->introduction,
+                                           mate.place->introduction};
   all[2].processId = process::ProcessId{std::byte{9}};
   for (const size_t rank : {1, 2}) {
     if ((published >> rank & 1) == 0) continue;
@@ -179,7 +179,7 @@ void run(Script& script) {
   bool isHonest = published % 32 == 0;
   we.join(all);
   const bool mayShare = (published & 64) != 0;
-  const uint64_t id = we.group->id();
+  const uint64_t id = we.group->membership.group;
   const auto receive = [&] {
     if (size < 3) return;
     we.network->deliver([&](transport::Sink& sink) { sink.onControl(0, message(script, id)); });

@@ -4,7 +4,7 @@
 // error is kept and every waiter gets the same one. Continuations copy staged tensors back, submit the next part of a
 // call, tell the profiler; log texts call them callbacks. The thread that completed the operation runs them after the
 // result is visible. It then holds no lock and does not own the engine, so a continuation may submit and wait for
-// further operations. Code of the user goes from there to Engine::runCallback.
+// further operations. Code of the user goes from there to Progress::runBlocking.
 #pragma once
 
 #include <atomic>

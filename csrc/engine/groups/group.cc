@@ -13,7 +13,7 @@
 namespace smddp::engine::groups {
 namespace {
 
-// Tracks for which a group reserves address space. join() decides how many it uses, because only then its nodes are
+// Tracks for which a group reserves address space. numTracksFor() says how many it uses, because only then its nodes are
 // known.
 constexpr int64_t kTracksAcrossNodes = 4;
 
@@ -73,198 +73,176 @@ WireOption wireOf(const GroupOptions& options) {
                               : parseWire(options.wire, "wire");
 }
 
-// Ranks that choose different algorithms would wait for one another.
-void requireSameAlgorithms(const std::vector<bootstrap::Introduction>& introductions,
-                           const std::vector<team::GroupEntry>& entries) {
-  for (size_t rank = 1; rank < entries.size(); ++rank) {
-    if (entries[rank].algorithmDigest == entries.front().algorithmDigest) continue;
+// The process meets the members that it does not know yet.
+team::Membership membershipOf(process::Process& process, const GroupSpec& spec,
+                              const Members& members) {
+  const auto& introductions = members.introductions;
+  team::Membership result{.name = spec.name,
+                          .ofCallbacks = spec.ofCallbacks,
+                          .group = team::GroupEntry::decode(introductions.front()).groupId,
+                          .topology = plan::Topology::fromNames(members.nodeOfRank, spec.me),
+                          .peers = {},
+                          .jobRanks = spec.jobRanks,
+                          .self = process::Peer::describe(introductions[spec.me])};
+  for (Rank rank = 0; rank < spec.size; ++rank) {
+    const bool sharesNode = result.topology.nodeOf(rank) == result.topology.myNode();
+    result.peers.push_back(rank == spec.me ? nullptr
+                                           : &process.meet(introductions[rank], sharesNode));
+  }
+  return result;
+}
+
+// The entries of all ranks. Ranks that choose different algorithms would wait for one another.
+std::vector<team::GroupEntry> entriesOf(const std::vector<bootstrap::Introduction>& introductions) {
+  std::vector<team::GroupEntry> entries;
+  for (const auto& introduction : introductions) {
+    entries.push_back(team::GroupEntry::decode(introduction));
+    if (entries.back().algorithmDigest == entries.front().algorithmDigest) continue;
     raise(ErrorKind::Mismatch,
           "{} and {} would choose different algorithms: the group must be made with the same "
           "GroupOptions (algorithm and wire), and the files that SMDDP_TUNING_FILE names there "
           "must have the same rows",
-          bootstrap::describe(introductions.front()), bootstrap::describe(introductions[rank]));
+          bootstrap::describe(introductions.front()), bootstrap::describe(introduction));
   }
+  return entries;
+}
+
+int64_t numTracksFor(const team::Membership& membership) {
+  if (settings().inFlight > 0) return settings().inFlight;
+  return membership.spansNodes() ? kTracksAcrossNodes : 1;
 }
 
 }  // namespace
 
-Group::Group(process::Process& process, Spec spec)
-    : process_(process),
-      spec_(std::move(spec)),
-      wire_(wireOf(spec_.options)),
-      limits_(plans::limitsFromSettings()),
-      team_(process, layoutFor(limits_)),
-      status_(process.status().claim()),
-      metrics_(process.metrics() ? process.metrics()->group(spec_.name) : nullptr) {
-  // Refuses wrong settings now, and not only in the first collective.
+Place::Place(process::Process& process, GroupSpec asked)
+    : spec(std::move(asked)), wire(wireOf(spec.options)), limits(plans::limitsFromSettings()) {
   reduction::simdLevel();
   collectives::checkOverrides(settings().algorithm);
-  collectives::checkOverrides(spec_.options.algorithm, "algorithm");
-}
-
-std::vector<std::byte> Group::makeEntry() {
-  team::GroupEntry entry = team_.lease();
+  collectives::checkOverrides(spec.options.algorithm, "algorithm");
+  region = std::make_shared<team::OwnRegion>(process, layoutFor(limits));
+  team::GroupEntry entry = region->entry();
   entry.algorithmDigest = collectives::tuningFromSettings().digest(
-      fmt::format("{};{}", spec_.options.algorithm, toString(wire_)));
-  return entry.encode();
+      fmt::format("{};{}", spec.options.algorithm, toString(wire)));
+  introduction = process.introduce(entry.encode());
 }
 
-void Group::join(const std::vector<bootstrap::Introduction>& introductions,
-                 const std::vector<std::string>& nodeOfRank) {
-  std::vector<team::GroupEntry> entries;
-  for (const auto& introduction : introductions)
-    entries.push_back(team::GroupEntry::decode(introduction));
-  requireSameAlgorithms(introductions, entries);
-  try {
-    joinAll(introductions, entries, nodeOfRank);
-  } catch (const std::exception& error) {
-    // Others may have joined. The mates hear of it in their first call.
-    const auto* known = dynamic_cast<const Error*>(&error);
-    const Error cause(
-        known ? known->kind() : ErrorKind::Resource,
-        fmt::format("rank {} cannot join group \"{}\": {}",
-                    bootstrap::jobRankOf(spec_.jobRanks, spec_.me), spec_.name, error.what()));
-    team_.publishBreak({1, cause});
-    throw cause;
-  }
-}
-
-void Group::joinAll(const std::vector<bootstrap::Introduction>& introductions,
-                    const std::vector<team::GroupEntry>& entries,
-                    const std::vector<std::string>& nodeOfRank) {
-  team::Membership membership{.name = spec_.name,
-                              .ofCallbacks = spec_.ofCallbacks,
-                              .group = entries.front().groupId,
-                              .topology = plan::Topology::fromNames(nodeOfRank, spec_.me),
-                              .peers = {},
-                              .jobRanks = spec_.jobRanks,
-                              .self = process::Peer::describe(introductions[spec_.me])};
-  const plan::Topology& nodes = membership.topology;
+Group::Group(process::Process& process, const Place& place, const Members& members)
+    : process_(process),
+      limits_(place.limits),
+      status_(process.status().claim()),
+      metrics_(process.metrics() ? process.metrics()->group(place.spec.name) : nullptr),
+      spec(place.spec),
+      wire(place.wire),
+      membership(membershipOf(process, spec, members)),
+      team(process, membership, place.region, entriesOf(members.introductions)),
+      channels(process, membership, limits_),
+      plans(membership.topology, limits_, spec.options.algorithm, wire.wire.value_or(Wire::fp32),
+            metrics_.get()),
+      calls(membership, team, status_),
+      sentinel(process, membership, team, channels, calls, ended, status_, metrics_.get()),
+      messages(process, membership, channels, ended, metrics_.get()),
+      operations(process, membership, team, channels, plans, calls, sentinel, ended, metrics_.get(),
+                 numTracksFor(membership)) {
+  sentinel.attach(operations, messages);
   // Once, for the first group, which is that of all ranks: the layouts of smaller ones are rarely measured.
   static std::atomic<bool> looked{false};
-  if (spec_.me == 0 && !looked.exchange(true)) {
-    warnOfOtherLayouts(nodes);
-    warnOfPlaces(nodes, introductions);
+  if (spec.me == 0 && !looked.exchange(true)) {
+    warnOfOtherLayouts(membership.topology);
+    warnOfPlaces(membership.topology, members.introductions);
   }
-  for (Rank rank = 0; rank < spec_.size; ++rank) {
-    const bool sharesNode = nodes.nodeOf(rank) == nodes.myNode();
-    membership.peers.push_back(rank == spec_.me ? nullptr
-                                                : &process_.meet(introductions[rank], sharesNode));
-  }
-  membership_.emplace(std::move(membership));
-  team_.join(*membership_, entries);
-  channels_.emplace(process_, *membership_, limits_);
-  plans_.emplace(membership_->topology, limits_, spec_.options.algorithm,
-                 wire_.wire.value_or(Wire::fp32), metrics_.get());
-  calls_.emplace(*membership_, team_, status_);
-  sentinel_.emplace(process_, *membership_, team_, *channels_, *calls_, ended_, status_,
-                    metrics_.get());
-  messages_.emplace(process_, *membership_, *channels_, ended_, metrics_.get());
-  const int64_t numTracks = settings().inFlight > 0 ? settings().inFlight
-                            : spansNodes()          ? kTracksAcrossNodes
-                                                    : 1;
-  operations_.emplace(process_, *membership_, team_, *channels_, *plans_, *calls_, *sentinel_,
-                      ended_, metrics_.get(), numTracks);
-  sentinel_->attach(*operations_, *messages_);
 }
 
 bootstrap::Introduction Group::introductionOf(Rank rank, std::vector<std::byte> group) const {
-  const process::Peer* peer = membership_->peers[rank];
+  const process::Peer* peer = membership.peers[rank];
   bootstrap::Introduction introduction =
       peer == nullptr ? process_.introduce({}) : peer->introduction;
   introduction.group = std::move(group);
-  introduction.jobRank = jobRank(rank);
+  introduction.jobRank = membership.jobRank(rank);
   return introduction;
 }
 
-void Group::submit(calls::Request request, calls::CompletionPtr completion) {
-  operations_->submit(std::move(request), std::move(completion));
-}
-
 void Group::submit(calls::Message message, calls::CompletionPtr completion) {
-  if (sentinel_->broken()) {
-    messages_->refuse(message, *completion, *sentinel_->broken());
-    ended_.release(std::move(message.keepAlive));
+  if (sentinel.broken()) {
+    messages.refuse(message, *completion, *sentinel.broken());
+    ended.release(std::move(message.keepAlive));
     return;
   }
-  sentinel_->attempt(calls_->last() + 1,
-                     [&] { messages_->submit(std::move(message), std::move(completion)); });
+  sentinel.attempt(calls.last() + 1,
+                   [&] { messages.submit(std::move(message), std::move(completion)); });
 }
 
 void Group::interrupt() {
-  if (!sentinel_->broken()) wasInterrupted_.store(true);
-  fail(Error(ErrorKind::Aborted,
-             fmt::format("{} was interrupted by a signal", membership_->nameOf(spec_.me))));
+  if (!sentinel.broken()) wasInterrupted_.store(true);
+  sentinel.fail(Error(ErrorKind::Aborted,
+                      fmt::format("{} was interrupted by a signal", membership.nameOf(spec.me))));
 }
 
 bool Group::advance() {
-  bool advanced = operations_->advance();
-  if (!messages_->idle()) {
-    advanced |= sentinel_->attempt(calls_->last() + 1, [&] { return messages_->advance(); });
+  bool advanced = operations.advance();
+  if (!messages.idle()) {
+    advanced |= sentinel.attempt(calls.last() + 1, [&] { return messages.advance(); });
   }
-  team_.bell().ring();
+  team.bell().ring();
   return advanced;
 }
 
 std::vector<calls::CompletionPtr> Group::openExceptReceives() {
   std::vector<calls::CompletionPtr> open;
-  operations_->appendOpen(open);
-  messages_->appendOpenSends(open);
+  operations.appendOpen(open);
+  messages.appendOpenSends(open);
   return open;
 }
 
-bool Group::idle() const {
-  return !sentinel_->isSpreading() && operations_->idle() && messages_->idle();
-}
+bool Group::idle() const { return !sentinel.isSpreading() && operations.idle() && messages.idle(); }
 
 void Group::onControl(process::Peer& from, transport::Bytes message) {
-  const auto rank = membership_->rankOf(from);
-  if (!rank || sentinel_->onControl(*rank, message) || sentinel_->broken()) return;
-  sentinel_->attempt(calls_->last() + 1, [&] { messages_->onControl(*rank, message); });
+  const auto rank = membership.rankOf(from);
+  if (!rank || sentinel.onControl(*rank, message) || sentinel.broken()) return;
+  sentinel.attempt(calls.last() + 1, [&] { messages.onControl(*rank, message); });
 }
 
 const Error* Group::errorOfNextOperation() const {
-  return sentinel_->isBroken(calls_->last() + 1) ? &sentinel_->broken()->cause : nullptr;
+  return sentinel.isBroken(calls.last() + 1) ? &sentinel.broken()->cause : nullptr;
 }
 
 std::optional<Error> Group::breakAsUserError() const {
-  if (!sentinel_->broken()) return std::nullopt;
-  return membership_->failed(fmt::format("group \"{}\"", spec_.name), sentinel_->broken()->cause);
+  if (!sentinel.broken()) return std::nullopt;
+  return membership.failed(fmt::format("group \"{}\"", spec.name), sentinel.broken()->cause);
 }
 
 bool Group::tryGiveBack() {
-  for (Rank rank = 0; rank < spec_.size; ++rank) {
-    const process::Peer* peer = membership_->peers[rank];
+  for (Rank rank = 0; rank < spec.size; ++rank) {
+    const process::Peer* peer = membership.peers[rank];
     if (peer == nullptr || peer->lost) continue;
-    if (membership_->isMate(rank) && team_.mayUseMemory(rank)) return false;
-    if (!channels_->isDrained(rank)) return false;
+    if (membership.isMate(rank) && team.mayUseMemory(rank)) return false;
+    if (!channels.isDrained(rank)) return false;
   }
-  channels_->allowGiveBack();
-  team_.allowGiveBack();
-  ended_.releaseKept();
+  channels.allowGiveBack();
+  team.allowGiveBack();
+  ended.releaseKept();
   return true;
 }
 
 // ", int8 between nodes (auto)"
 std::string Group::describeWire() const {
-  const Wire wire = plans_->wire();
-  if (wire == Wire::fp32 && wire_.wire) return {};
-  return fmt::format(", {}{} between nodes{}", toString(wire),
-                     wire_.feedback && wire != Wire::fp32 ? " with error feedback" : "",
-                     wire_.wire ? "" : " (auto)");
+  const Wire now = plans.wire();
+  if (now == Wire::fp32 && wire.wire) return {};
+  return fmt::format(", {}{} between nodes{}", toString(now),
+                     wire.feedback && now != Wire::fp32 ? " with error feedback" : "",
+                     wire.wire ? "" : " (auto)");
 }
 
 std::string Group::describe() const {
-  const size_t numTracks = operations_->numTracks();
+  const size_t numTracks = operations.numTracks();
   return fmt::format(
       "group \"{}\": rank {} of {}{}, {} node{} ({} rank{}), {} operation{} at a time{}; "
       "algorithms "
       "by {}",
-      spec_.name, spec_.me, spec_.size,
-      membership_->isPart() ? fmt::format(" (rank {} of the job)", jobRank(spec_.me)) : "",
-      topology().numNodes(), spansNodes() ? "s" : "", ranksOfNodes(topology()),
-      spec_.size > 1 ? "s" : "", numTracks, numTracks > 1 ? "s" : "",
-      !spansNodes() ? "" : describeWire(), plans_->sources());
+      spec.name, spec.me, spec.size,
+      membership.isPart() ? fmt::format(" (rank {} of the job)", membership.jobRank(spec.me)) : "",
+      membership.topology.numNodes(), membership.spansNodes() ? "s" : "",
+      ranksOfNodes(membership.topology), spec.size > 1 ? "s" : "", numTracks,
+      numTracks > 1 ? "s" : "", !membership.spansNodes() ? "" : describeWire(), plans.sources());
 }
 
 }  // namespace smddp::engine::groups

@@ -26,24 +26,26 @@ GroupRegistry::GroupRegistry(const Ownership& ownership, process::Process& proce
 
 void GroupRegistry::add(const std::shared_ptr<Group>& group) {
   ownership_.assertOwned();
-  joined_[group->id()] = group;
-  if (closed_.find(group->id())) {
-    group->fail(Error(ErrorKind::Resource,
-                      fmt::format("other ranks sent more than {} MiB of messages before this rank "
-                                  "had made the group; call a barrier before them",
-                                  kMaxEarlyBytes >> 20)));
+  joined_[group->membership.group] = group;
+  if (closed_.find(group->membership.group)) {
+    group->sentinel.fail(
+        Error(ErrorKind::Resource,
+              fmt::format("other ranks sent more than {} MiB of messages before this rank "
+                          "had made the group; call a barrier before them",
+                          kMaxEarlyBytes >> 20)));
     activate(*group);
     return;
   }
-  for (const EarlyMessage& message : takeEarly(group->id())) dispatch(*message.from, message.bytes);
+  for (const EarlyMessage& message : takeEarly(group->membership.group))
+    dispatch(*message.from, message.bytes);
 }
 
 void GroupRegistry::leave(const std::shared_ptr<Group>& group) {
   ownership_.assertOwned();
-  const auto found = joined_.find(group->id());
+  const auto found = joined_.find(group->membership.group);
   if (found == joined_.end() || found->second != group) return;
   tellOfTrouble();
-  group->leave();
+  group->sentinel.leave(group->idle());
   left_.push_back(group);
   joined_.erase(found);
 }
@@ -53,7 +55,7 @@ void GroupRegistry::leaveAll() {
   hasLeftAll_ = true;
   tellOfTrouble();
   for (auto& [id, group] : joined_) {
-    group->leave();
+    group->sentinel.leave(group->idle());
     left_.push_back(group);
   }
   joined_.clear();
@@ -63,7 +65,7 @@ void GroupRegistry::leaveAll() {
 std::string GroupRegistry::namesInChild() const {
   std::string names;
   for (const auto& [id, group] : joined_) {
-    names += fmt::format("{}group \"{}\"", names.empty() ? "" : ", ", group->spec().name);
+    names += fmt::format("{}group \"{}\"", names.empty() ? "" : ", ", group->spec.name);
   }
   return names;
 }
@@ -77,8 +79,8 @@ void GroupRegistry::reap() {
     ownership_.assertOwned();
     if (!group->idle() || !group->tryGiveBack()) return false;
     std::erase(active_, group.get());
-    closed_.insert(group->id(), group->farewell());
-    group->moveLeftoversTo(ofEndedGroups_);
+    closed_.insert(group->membership.group, group->sentinel.farewell());
+    group->ended.moveTo(ofEndedGroups_);
     return true;
   });
 }
@@ -95,7 +97,7 @@ bool GroupRegistry::areRemoteRanksDone() {
   process_.checkPeers();
   return process_.isAllDelivered() &&
          std::all_of(left_.begin(), left_.end(), [](const auto& group) {
-           return !group->spansNodes() || group->tryGiveBack();
+           return !group->membership.spansNodes() || group->tryGiveBack();
          });
 }
 
@@ -115,7 +117,7 @@ void GroupRegistry::activate(Group& group) {
 bool GroupRegistry::isActiveAcrossNodes() const {
   ownership_.assertOwned();
   return std::any_of(active_.begin(), active_.end(),
-                     [](Group* group) { return group->spansNodes(); });
+                     [](Group* group) { return group->membership.spansNodes(); });
 }
 
 bool GroupRegistry::advance() {
@@ -135,9 +137,9 @@ void GroupRegistry::checkHealth() {
   ownership_.assertOwned();
   process_.poll();
   process_.checkPeers();
-  for (size_t i = 0; i < active_.size(); ++i) active_[i]->checkHealth();
+  for (size_t i = 0; i < active_.size(); ++i) active_[i]->sentinel.checkHealth();
   for (auto& [id, group] : joined_) {
-    if (group->checkMembers()) activate(*group);
+    if (group->sentinel.checkMembers()) activate(*group);
   }
 }
 
@@ -145,23 +147,24 @@ void GroupRegistry::tellOfTrouble() {
   ownership_.assertOwned();
   const std::string text = process_.takeFailure();
   if (text.empty()) return;
-  for (auto& [id, group] : joined_) group->tellOfTrouble(text);
+  for (auto& [id, group] : joined_) group->sentinel.tellOfTrouble(text);
 }
 
 void GroupRegistry::failActive(const Error& error) {
   ownership_.assertOwned();
-  for (Group* group : active_) group->fail(error);
+  for (Group* group : active_) group->sentinel.fail(error);
 }
 
 void GroupRegistry::moveLeftoversTo(calls::Leftovers& leftovers) {
   ownership_.assertOwned();
   tellOfTrouble();
   leftovers.take(ofEndedGroups_);
-  for (Group* group : active_) group->moveLeftoversTo(leftovers);
-  for (auto& group : left_) group->moveLeftoversTo(leftovers);
+  for (Group* group : active_) group->ended.moveTo(leftovers);
+  for (auto& group : left_) group->ended.moveTo(leftovers);
   std::erase_if(active_, [](Group* group) {
     if (!group->idle()) return false;
-    group->rest();
+    // This rank waits for nobody.
+    group->team.clearBlame();
     return true;
   });
 }
@@ -178,7 +181,7 @@ void GroupRegistry::dispatch(process::Peer& from, transport::Bytes message) {
     return;
   }
   for (const auto& group : left_) {
-    if (group->id() == id) return group->onControl(from, message);
+    if (group->membership.group == id) return group->onControl(from, message);
   }
   keepEarly(id, from, message);
 }

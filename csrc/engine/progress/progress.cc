@@ -287,9 +287,9 @@ void Progress::waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor
   handOver();
 }
 
-void Progress::removeWaiter() {
-  waiters_.remove();
-  handOver();
+void Progress::finish(calls::Completion& completion, std::optional<Error> error) {
+  for (const auto& action : completion.finish(std::move(error))) action();
+  wakeWaiters();
 }
 
 void Progress::wakeWaiters() {

@@ -20,9 +20,12 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
+#include "common/error.h"
 #include "common/ownership.h"
+#include "engine/calls/completion.h"
 #include "engine/groups/group_registry.h"
 #include "engine/process/process.h"
 #include "engine/process/wait_policy.h"
@@ -68,9 +71,8 @@ class Progress {
   // Waits until `done`. Yields for `yieldFor`, if that is given, before it sleeps. Calls checkInterrupt() now and then,
   // and throws what that throws: then this thread has let go of the engine, and what it waited for goes on.
   void waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor = 0);
-  // Between these two a caller counts as one that waits, whatever it does.
-  void addWaiter() { waiters_.add(); }
-  void removeWaiter();
+  // Finishes a completion that was not given to Engine::submit(), runs its continuations and wakes waiters.
+  void finish(calls::Completion& completion, std::optional<Error> error);
   // Makes threads that wait look again at what they wait for.
   void wakeWaiters();
   void runContinuations() {
@@ -97,6 +99,7 @@ class Progress {
   void runUnattendedWork();
 
  private:
+  friend class WaitScope;
   enum class Interruptible : bool { No, Yes };
   void waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor,
                  Interruptible interruptible);
@@ -126,6 +129,22 @@ class Progress {
   calls::Leftovers leftovers_ SMDDP_GUARDED_BY(ownership_);
   std::atomic<bool> hasContinuations_{false};
   ProgressThreads threads_;
+};
+
+// For a caller that waits for several things, one after the other. While this lives, it counts as one that waits, also
+// between two waits. Else the end of each wait would wake the progress thread, which would compete with it.
+class WaitScope {
+ public:
+  explicit WaitScope(Progress& progress) : progress_(progress) { progress_.waiters_.add(); }
+  ~WaitScope() {
+    progress_.waiters_.remove();
+    progress_.handOver();
+  }
+  WaitScope(const WaitScope&) = delete;
+  WaitScope& operator=(const WaitScope&) = delete;
+
+ private:
+  Progress& progress_;
 };
 
 template <typename Action>

@@ -33,7 +33,7 @@ struct GroupEntry {
 
 struct Membership {
   std::string name;
-  bool ofCallbacks = false;  // Group::Spec
+  bool ofCallbacks = false;  // GroupSpec
   uint64_t group = 0;        // the id of the group, which no other group of any process has
   // The place for a number of the members, should a group ever change them. Nothing reads it yet; it is always 0.
   uint64_t epoch = 0;

@@ -22,52 +22,34 @@ T copyShared(T& from) {
 
 }  // namespace
 
-Team::Team(process::Process& process, const memory::RegionLayout& layout)
-    : process_(process), regions_(process.memory().regions), layout_(layout) {}
-
-Team::~Team() {
-  // A mate may still be in the last operation. Pages that are given back read as zeros at once, and the mate would get
-  // a wrong result; or it has still to read why this rank could not join. Then the region is not given back; it lives
-  // until the last mate has unmapped the slab.
-  if (region_.empty()) return;
-  const bool saysWhy = mine().numBreaks.load(std::memory_order_relaxed) > 0;
-  const bool mayBeRead = (membership_ != nullptr || saysWhy) && !mayGiveBack_;
-  if (!mayBeRead) regions_->giveBack(region_, layout_);
-}
-
-GroupEntry Team::lease() {
+Team::Team(process::Process& process, const Membership& membership,
+           std::shared_ptr<OwnRegion> region, const std::vector<GroupEntry>& entries)
+    : process_(process),
+      membership_(membership),
+      region_(std::move(region)),
+      mine_(region_->header()) {
   process_.ownership().assertOwned();
-  region_ = regions_->take(layout_);
-  const GroupEntry entry{.regionOffset = process_.memory().slab->offsetOf(region_.data()),
-                         .regionBytes = region_.size(),
-                         .groupId = process_.newGroupId()};
-  mine().group.store(entry.groupId);
-  return entry;
-}
-
-void Team::join(const Membership& membership, const std::vector<GroupEntry>& entries) {
-  process_.ownership().assertOwned();
-  membership_ = &membership;
+  region_->expectReaders();
   for (const Rank rank : topology().team()) {
-    std::byte* region =
-        rank == membership.me() ? region_.data() : checkedRegion(rank, entries[rank]);
-    members_.push_back({reinterpret_cast<memory::RegionHeader*>(region), entries[rank].groupId});
+    std::byte* bytes =
+        rank == membership.me() ? region_->bytes().data() : checkedRegion(rank, entries[rank]);
+    members_.push_back({reinterpret_cast<memory::RegionHeader*>(bytes), entries[rank].groupId});
     if (rank != membership.me()) bell_.add(*membership.peers[rank]);
   }
 }
 
 std::byte* Team::checkedRegion(Rank rank, const GroupEntry& entry) const {
-  const process::Peer& peer = *membership_->peers[rank];
+  const process::Peer& peer = *membership_.peers[rank];
   const auto& memory = *peer.mate;
-  if (entry.regionBytes != region_.size() ||
+  if (entry.regionBytes != region_->bytes().size() ||
       entry.regionOffset < sizeof(transport::shm::ProcessPage) ||
       entry.regionOffset % memory::kPage != 0 || entry.regionOffset > memory.size() ||
       entry.regionBytes > memory.size() - entry.regionOffset) {
     raise(ErrorKind::Mismatch,
           "rank {} ({}) shares {} bytes for group \"{}\", this rank {}: do all ranks run the same "
           "smddp?",
-          membership_->jobRank(rank), peer.describe(), entry.regionBytes, membership_->name,
-          region_.size());
+          membership_.jobRank(rank), peer.describe(), entry.regionBytes, membership_.name,
+          region_->bytes().size());
   }
   return memory.data() + entry.regionOffset;
 }
@@ -78,9 +60,9 @@ Track Team::makeTrack(int64_t index) const {
   for (const Member& member : members_) {
     auto* region = reinterpret_cast<std::byte*>(member.region);
     track.headers.push_back(
-        reinterpret_cast<memory::TrackHeader*>(region + layout_.trackOffset(index)));
-    track.halves.push_back(
-        {region + layout_.halfOffset(index, 0), region + layout_.halfOffset(index, 1)});
+        reinterpret_cast<memory::TrackHeader*>(region + region_->layout().trackOffset(index)));
+    track.halves.push_back({region + region_->layout().halfOffset(index, 0),
+                            region + region_->layout().halfOffset(index, 1)});
   }
   return track;
 }
@@ -122,7 +104,7 @@ Agreement Team::agree(const Track& track) const {
   for (int local = 0; local < topology().teamSize(); ++local) {
     if (local == topology().myLocal()) continue;
     memory::Arrival& theirs = track.arrivalOf(local);
-    membership_->requireSameCall(topology().team()[local], copyShared(theirs.fingerprint), call);
+    membership_.requireSameCall(topology().team()[local], copyShared(theirs.fingerprint), call);
     agreement.fused = std::clamp<uint32_t>(loadShared(theirs.ready), 1, agreement.fused);
     const bool isShared = loadShared(theirs.shared) != 0;
     agreement.shared &= isShared;
@@ -138,7 +120,7 @@ Agreement Team::agree(const Track& track) const {
       transport::CallFingerprint theirCall = call, myCall = call;
       theirCall.bytes = end - begin;
       myCall.bytes = mine.ends[i] - begin;
-      membership_->requireSameCall(topology().team()[local], theirCall, myCall);
+      membership_.requireSameCall(topology().team()[local], theirCall, myCall);
     }
   }
   return agreement;
@@ -154,7 +136,7 @@ std::byte* Team::outputOf(const Track& track, int local, int64_t bytes) const {
 
 std::byte* Team::resolve(int local, transport::shm::Location& at, int64_t bytes) const {
   if (bytes == 0) return nullptr;  // the collective gives this rank no such buffer
-  const process::Peer& peer = *membership_->peers[topology().team()[local]];
+  const process::Peer& peer = *membership_.peers[topology().team()[local]];
   return peer.memory->resolve(copyShared(at), static_cast<size_t>(bytes));
 }
 
@@ -162,7 +144,8 @@ void Team::prepareStaging(Track& track, size_t bytes, bool isSent) {
   const auto half = static_cast<size_t>(track.executionNumber & 1);
   const bool registers = isSent && bytes > track.registered[half];
   // The registered part grows by doubling, because each time all of it is registered anew.
-  if (registers) bytes = std::min(std::bit_ceil(bytes), static_cast<size_t>(layout_.halfBytes));
+  if (registers)
+    bytes = std::min(std::bit_ceil(bytes), static_cast<size_t>(region_->layout().halfBytes));
   std::byte* from = track.halves[topology().myLocal()][half];
   if (bytes > track.committed[half]) {
     process_.memory().slab->commit({from + track.committed[half], bytes - track.committed[half]});
@@ -176,7 +159,7 @@ void Team::prepareStaging(Track& track, size_t bytes, bool isSent) {
 // --- state of the group -----------------------------------------------------------------------------------
 
 void Team::publishCalled(uint64_t sequence) {
-  mine().called.store(sequence, std::memory_order_relaxed);
+  mine_.called.store(sequence, std::memory_order_relaxed);
 }
 
 uint64_t Team::calledBy(Rank rank) const {
@@ -184,32 +167,20 @@ uint64_t Team::calledBy(Rank rank) const {
 }
 
 void Team::publishBlame(const Blame& blame) {
-  mine().blame.store(blame.pack(), std::memory_order_relaxed);
+  mine_.blame.store(blame.pack(), std::memory_order_relaxed);
 }
 
 void Team::clearBlame() {
-  if (mine().blame.load(std::memory_order_relaxed) != 0) mine().blame.store(0);
+  if (mine_.blame.load(std::memory_order_relaxed) != 0) mine_.blame.store(0);
 }
 
 Blame Team::blameOf(Rank rank) const {
   return Blame::unpack(member(rank).region->blame.load(std::memory_order_relaxed),
-                       membership_->size());
+                       membership_.size());
 }
 
 void Team::publishBreak(const calls::Break& broken) {
-  process_.ownership().assertOwned();
-  const uint32_t number = mine().numBreaks.load(std::memory_order_relaxed);
-  if (number == memory::kMaxBreaks) return;
-  memory::BreakRecord& record = mine().breaks[number];
-  const std::string text = broken.cause.what();
-  // The memory may have had a longer text of another group.
-  record.text[text.copy(record.text, sizeof record.text - 1)] = 0;
-  record.kind = static_cast<uint32_t>(broken.cause.kind());
-  record.firstBroken = broken.firstBroken;
-  record.lost = broken.lost;
-  record.noticedBy = broken.noticedBy;
-  record.isHostSilent = broken.isHostSilent ? 1 : 0;
-  mine().numBreaks.store(number + 1, std::memory_order_release);
+  region_->publishBreak(broken);
   bell_.signalled();
   bell_.ring();
 }
@@ -233,10 +204,10 @@ std::optional<calls::Break> Team::nextBreak() {
 
 void Team::publishTrouble(const Trouble& trouble) {
   process_.ownership().assertOwned();
-  if (mine().trouble.load(std::memory_order_relaxed) != 0) return;
-  auto& text = mine().troubleText;
+  if (mine_.trouble.load(std::memory_order_relaxed) != 0) return;
+  auto& text = mine_.troubleText;
   text[trouble.text.copy(text, sizeof text - 1)] = 0;
-  mine().trouble.store(trouble.calls + 1, std::memory_order_release);
+  mine_.trouble.store(trouble.calls + 1, std::memory_order_release);
 }
 
 std::optional<Trouble> Team::troubleOf(Rank mate) const {
@@ -249,7 +220,7 @@ std::optional<Trouble> Team::troubleOf(Rank mate) const {
 
 void Team::publishLeft() {
   process_.ownership().assertOwned();
-  mine().left.store(1, std::memory_order_release);
+  mine_.left.store(1, std::memory_order_release);
   bell_.signalled();
   bell_.ring();
 }

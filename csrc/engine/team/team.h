@@ -5,8 +5,7 @@
 // only the copy is checked and used. (A break record is copied without atomic loads, once its mate has published it;
 // Sentinel checks the copy.)
 //
-// Owns this rank's region: taken in lease(), given back when mates can no longer read it (allowGiveBack()), or kept
-// until the process ends. Used by the thread that owns the engine.
+// This rank's region is an OwnRegion. Used by the thread that owns the engine.
 #pragma once
 
 #include <memory>
@@ -17,10 +16,10 @@
 
 #include "engine/calls/break.h"
 #include "engine/memory/region.h"
-#include "engine/memory/region_pool.h"
 #include "engine/process/process.h"
 #include "engine/team/blame.h"
 #include "engine/team/membership.h"
+#include "engine/team/own_region.h"
 #include "engine/team/team_bell.h"
 #include "engine/team/track.h"
 
@@ -48,16 +47,13 @@ struct Agreement {
 
 class Team {
  public:
-  Team(process::Process& process, const memory::RegionLayout& layout);
-  ~Team();
+  // Finds the regions of the mates; `entries` by rank. Throws Mismatch when one does not fit. `process` and `membership`
+  // outlive the team.
+  Team(process::Process& process, const Membership& membership, std::shared_ptr<OwnRegion> region,
+       const std::vector<GroupEntry>& entries);
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
-  // Takes memory for this rank's region, and returns what the other ranks must know of it. Throws Resource.
-  GroupEntry lease();
-  // Finds the regions of the mates; `entries` by rank. Throws Mismatch when one does not fit. `membership` outlives
-  // the team.
-  void join(const Membership& membership, const std::vector<GroupEntry>& entries);
   Track makeTrack(int64_t index) const;
   TeamBell& bell() { return bell_; }
 
@@ -90,7 +86,6 @@ class Team {
   void publishBlame(const Blame& blame);
   void clearBlame();
   Blame blameOf(Rank member) const;
-  // Also before join().
   void publishBreak(const calls::Break& broken);
   // The next break that a mate has published and that was not read yet.
   std::optional<calls::Break> nextBreak();
@@ -104,7 +99,7 @@ class Team {
   // now, which can be so once it saw us leave.)
   bool mayUseMemory(Rank mate) const;
   // No mate can touch this rank's region any more, so it may be given back.
-  void allowGiveBack() { mayGiveBack_ = true; }
+  void allowGiveBack() { region_->allowGiveBack(); }
 
  private:
   struct Member {
@@ -113,22 +108,17 @@ class Team {
     uint32_t breaksRead = 0;  // of RegionHeader::breaks
   };
 
-  const plan::Topology& topology() const { return membership_->topology; }
+  const plan::Topology& topology() const { return membership_.topology; }
   const Member& member(Rank rank) const { return members_[topology().localOf(rank)]; }
-  memory::RegionHeader& mine() const {
-    return *reinterpret_cast<memory::RegionHeader*>(region_.data());
-  }
   std::byte* checkedRegion(Rank rank, const GroupEntry& entry) const;
   std::byte* resolve(int local, transport::shm::Location& at, int64_t bytes) const;
 
   process::Process& process_;
-  const std::shared_ptr<memory::RegionPool> regions_;  // outlives the process object
-  const memory::RegionLayout layout_;
-  std::span<std::byte> region_;
-  const Membership* membership_ = nullptr;  // set by join()
-  std::vector<Member> members_;             // by local index, this rank included
+  const Membership& membership_;
+  const std::shared_ptr<OwnRegion> region_;
+  memory::RegionHeader& mine_;   // of it
+  std::vector<Member> members_;  // by local index, this rank included
   TeamBell bell_;
-  bool mayGiveBack_ = false;
 };
 
 }  // namespace smddp::engine::team

@@ -48,7 +48,7 @@ class WaitingOperations {
   void end(const Error& error, const std::string& title) {
     const Error told(error.kind(), fmt::format("{}: {}", title, error.what()));
     if (error.kind() != ErrorKind::Aborted) engine_->fail(*group_, told);
-    for (; begun_ < completions_.size(); ++begun_) engine_->finish(*completions_[begun_], told);
+    for (; begun_ < completions_.size(); ++begun_) engine_->progress().finish(*completions_[begun_], told);
   }
 
  private:
@@ -105,7 +105,7 @@ class Part {
   // Does nothing the second time: close() may end it, too.
   void end(const std::optional<Error>& error) {
     if (ended_.exchange(true)) return;
-    engine_->finish(
+    engine_->progress().finish(
         *completion_,
         error ? std::optional(Error(error->kind(), fmt::format("{}: {}", title_, error->what())))
               : std::nullopt);
@@ -152,12 +152,12 @@ std::shared_ptr<DeviceCall> Calls::begin(const CallKind& kind, const at::Tensor&
 }
 
 bool Calls::leavesNode(const CallKind& kind) const {
-  const auto& topology = group_->topology();
+  const auto& topology = group_->membership.topology;
   if (!kind.collective) {
     return kind.receiver != CallKind::kNobody &&
            topology.nodeOf(kind.receiver) != topology.myNode();
   }
-  return topology.numNodes() > 1 && topology.numNodes() == group_->spec().size;
+  return topology.numNodes() > 1 && topology.numNodes() == group_->spec.size;
 }
 
 intrusive_ptr<Work> Calls::submit(Work::Call call, std::vector<engine::calls::Request> requests,
@@ -171,7 +171,7 @@ intrusive_ptr<Work> Calls::submit(Work::Call call, std::vector<engine::calls::Re
 }
 
 intrusive_ptr<Work> Calls::newWork(Work::Call call) const {
-  return c10::make_intrusive<Work>(group_->spec().me, engine_, group_, std::move(call));
+  return c10::make_intrusive<Work>(group_->spec.me, engine_, group_, std::move(call));
 }
 
 // Also for a call on the CPU that has to queue behind others.

@@ -229,7 +229,7 @@ std::vector<T> GpuMemoryPath::gather(const T& mine, Nanoseconds timeout) {
     std::vector<T> all;
   };
   const auto buffers = std::make_shared<Buffers>(
-      Buffers{mine, std::vector<T>(static_cast<size_t>(group_->spec().size))});
+      Buffers{mine, std::vector<T>(static_cast<size_t>(group_->spec.size))});
   Request request = exchangeOf(buffers->mine, buffers->all, timeout);
   request.keepAlive = buffers;
   const auto completion = std::make_shared<engine::calls::Completion>();
@@ -257,7 +257,7 @@ void requireKernels(const cuda::DeviceTable& table, c10::Device device) {
 }
 
 std::string GpuMemoryPath::connect(Nanoseconds timeout) {
-  const auto& spec = group_->spec();
+  const auto& spec = group_->spec;
   cuda::Introduction mine;
   try {
     gpu_ = std::make_unique<cuda::SharedGpu>(cuda::loadLibrary(library_), device_.index(), spec.me,

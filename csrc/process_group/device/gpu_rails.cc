@@ -61,7 +61,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
   Turns(std::shared_ptr<GpuRails> rails, const engine::calls::Request& request,
         std::shared_ptr<DeviceCopies> copies, std::shared_ptr<void> keepAlive)
       : rails_(std::move(rails)),
-        topology_(rails_->parent_->topology()),
+        topology_(rails_->parent_->membership.topology),
         sum_(rails_->sum_),
         copies_(std::move(copies)),
         keepAlive_(std::move(keepAlive)),
@@ -81,7 +81,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
   void advanceToEnd() override {
     const auto done = std::make_shared<engine::calls::Completion>();
     atEnd([engine = rails_->engine_, done](const std::optional<Error>& error) {
-      engine->finish(*done, error);
+      engine->progress().finish(*done, error);
     });
     rails_->engine_->wait(*rails_->parent_, *done);
     if (done->error()) throw *done->error();
@@ -347,7 +347,7 @@ GpuRails::GpuRails(std::shared_ptr<engine::Engine> engine,
 int64_t GpuRails::measure(Nanoseconds timeout) {
   constexpr int64_t kMostBytes = 4 << 20;
   constexpr int kRounds = 3;  // the first one connects and allocates, and does not count
-  const int64_t bytes = std::min(settings().poolBytes, kMostBytes) * parent_->topology().teamSize();
+  const int64_t bytes = std::min(settings().poolBytes, kMostBytes) * parent_->membership.topology.teamSize();
   const at::Tensor scratch = at::zeros({bytes}, at::TensorOptions(at::kByte).device(device_));
   engine::calls::Request request;
   request.collective = collectives::Collective::AllReduce;
@@ -377,7 +377,7 @@ std::shared_ptr<DeviceTurns> GpuRails::begin(const engine::calls::Request& reque
   } catch (const Error& error) {
     fail(error);
   } catch (const std::exception& error) {
-    fail(errorOfRank(parent_->spec().me, error.what()));
+    fail(errorOfRank(parent_->spec.me, error.what()));
   }
   // The stages that were enqueued before the error still use the tensors.
   keepForGood(std::move(keepAlive));
@@ -406,7 +406,7 @@ void GpuRails::advanceQueue() {
       } catch (const Error& thrown) {
         error = thrown;
       } catch (const std::exception& thrown) {
-        error = errorOfRank(parent_->spec().me, thrown.what());
+        error = errorOfRank(parent_->spec.me, thrown.what());
       }
       lock.lock();
       if (!done && !error) break;

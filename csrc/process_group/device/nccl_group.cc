@@ -21,7 +21,7 @@ std::shared_ptr<NcclGroup> NcclGroup::make(std::shared_ptr<engine::Engine> engin
     if (before) before(error);
     SMDDP_LOG(Warn, "process_group",
               "what NCCL had enqueued for group \"{}\" is aborted, and has no result: {}",
-              nccl->group_->spec().name, error.what());
+              nccl->group_->spec.name, error.what());
     nccl->abort();
   });
   engine->watchMembers(*group);
@@ -39,7 +39,7 @@ void NcclGroup::throwFailure() const {
 }
 
 void NcclGroup::failed(const std::string& what) {
-  engine_->fail(*group_, errorOfRank(group_->spec().me, what));
+  engine_->fail(*group_, errorOfRank(group_->spec.me, what));
   throwFailure();
 }
 

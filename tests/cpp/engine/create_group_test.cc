@@ -46,17 +46,18 @@ class LateRank : public testing::TestWithParam<std::vector<int>> {
     std::latch begun(2);
     introductions_.resize(2);
     runRanks(GetParam(), [&](RankContext& rank) {
-      auto [group, mine] = rank.engine.beginGroup({"late", rank.rank, rank.size});
-      introductions_[static_cast<size_t>(rank.rank)] = mine;
+      const auto place = rank.engine.reserve({"late", rank.rank, rank.size});
+      introductions_[static_cast<size_t>(rank.rank)] = place.introduction;
+      std::shared_ptr<engine::groups::Group> group;
       begun.arrive_and_wait();
       if (rank.rank == 0) {
-        rank.engine.finishGroup(group, introductions_, nodes);
+        group = rank.engine.join(place, {introductions_, nodes});
         ahead(rank, *group);
       }
       // Control messages arrive in order, also those of different groups.
       Block byte(1);
       finish(rank, *rank.group, begin(rank, *rank.group, rank.rank == 0, byte.bytes()));
-      if (rank.rank == 1) rank.engine.finishGroup(group, introductions_, nodes);
+      if (rank.rank == 1) group = rank.engine.join(place, {introductions_, nodes});
       together(rank, *group);
     });
   }
@@ -68,7 +69,7 @@ class LateRank : public testing::TestWithParam<std::vector<int>> {
     head.group = engine::team::GroupEntry::decode(introductions_[0]).groupId;
     std::vector<std::byte> message(transport::kMaxControlBytes);
     std::memcpy(message.data(), &head, sizeof head);
-    rank.engine.call([&] {
+    rank.engine.progress().call([&] {
       const auto& peer = rank.engine.process().meet(introductions_[1], GetParam().size() == 1);
       for (int i = 0; i < 65'000; ++i) peer.table->control(peer.id, message);
     });

@@ -298,7 +298,7 @@ TEST_P(FailureTest, AbortFromAnotherThread) {
     if (rank.rank == 0) {
       aborter = std::thread([&] {
         std::this_thread::sleep_for(std::chrono::milliseconds(30));
-        rank.engine.abort(*rank.group, "the operator said stop");
+        rank.engine.fail(*rank.group, Error(ErrorKind::Aborted, "the operator said stop"));
       });
     }
     if (late) failed.wait();
@@ -326,7 +326,7 @@ TEST_P(FailureTest, OperationsBeforeTheBreakRunOn) {
       }
       if (rank.rank == round % rank.size) {
         for (const auto& completion : completions) rank.engine.wait(*rank.group, *completion);
-        rank.engine.abort(*group, "enough");
+        rank.engine.fail(*group, Error(ErrorKind::Aborted, "enough"));
       }
       completions.push_back(begin(rank.engine, *group, allReduce(data.bytes()), kLong));
       for (int i = 0; i <= good; ++i) {
@@ -375,7 +375,7 @@ TEST_P(FailureTest, MemoryOfAFailedCallIsFreedAfterTheGroupHasEnded) {
     auto request = allReduce(data->bytes());
     request.keepAlive = std::move(data);
     if (rank.rank == 0) {
-      rank.engine.abort(*rank.group, "enough");
+      rank.engine.fail(*rank.group, Error(ErrorKind::Aborted, "enough"));
     }
     const auto call = begin(rank.engine, *rank.group, std::move(request), kLong);
     rank.engine.wait(*rank.group, *call);
@@ -415,8 +415,8 @@ TEST_P(FailureTest, NothingWorksAfterDestroyOrShutdown) {
 
 TEST_P(FailureTest, TheFirstErrorIsTheAnswerToAllLaterCalls) {
   runRanks(GetParam(), [](RankContext& rank) {
-    rank.engine.abort(*rank.group, "first");
-    rank.engine.abort(*rank.group, "second");
+    rank.engine.fail(*rank.group, Error(ErrorKind::Aborted, "first"));
+    rank.engine.fail(*rank.group, Error(ErrorKind::Aborted, "second"));
     for (int i = 0; i < 3; ++i) {
       // Without a deadline: the call must not wait.
       const auto error =

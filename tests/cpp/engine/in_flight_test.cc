@@ -259,7 +259,7 @@ TEST(ContinuationTest, RunsSoonWhoeverEndsTheOperation) {
       const auto completion = std::make_shared<engine::calls::Completion>();
       std::promise<void> ended;
       completion->then([&] { ended.set_value(); });
-      rank.engine.call([&] {
+      rank.engine.progress().call([&] {
         std::thread([&] {
           auto request = barrier();
           request.timeout = kTimeout;

@@ -135,7 +135,7 @@ TEST_F(NumaTest, CommunicationMemoryLiesWithItsOwner) {
     engine::calls::Request request = allReduce({sum, kBytes});
     request.input = {own.bytes()};
     rank.run(std::move(request));
-    EXPECT_EQ(rank.group->statistics().at("allreduce/zero_copy").calls, 1u);
+    EXPECT_EQ(rank.group->plans.statistics().at("allreduce/zero_copy").calls, 1u);
     expectAllOn(nodes_[rank.rank], sum, kBytes, "the sum");
     rank.run(barrier());
     memory.free(sum);

@@ -56,7 +56,7 @@ TEST_P(OneShotTest, SumsAreRightHoweverRanksCall) {
             << "call " << call << ", element " << i << ", rank " << rank.rank;
       }
     }
-    const auto used = rank.group->statistics();
+    const auto used = rank.group->plans.statistics();
     ASSERT_EQ(used.size(), 1u);
     EXPECT_EQ(used.begin()->second.calls, uint64_t{kCalls});
   });
@@ -90,7 +90,7 @@ TEST(OneShotTest, WhoBreaksTheGroupBreaksSmallCallsOfOthers) {
     std::vector<int64_t> vector(1, 1);
     for (int i = 0; i < 1000; ++i) rank.run(allreduce(vector));
     if (rank.rank == 0) {
-      rank.engine.abort(*rank.group, "enough");
+      rank.engine.fail(*rank.group, Error(ErrorKind::Aborted, "enough"));
       return;
     }
     try {

@@ -18,9 +18,9 @@ using testing::HasSubstr;
 std::shared_ptr<engine::groups::Group> split(RankContext& rank,
                                              const std::shared_ptr<engine::groups::Group>& parent,
                                              const std::vector<Rank>& members) {
-  const auto me = std::find(members.begin(), members.end(), parent->spec().me);
+  const auto me = std::find(members.begin(), members.end(), parent->spec.me);
   if (me == members.end()) return nullptr;
-  const engine::groups::Group::Spec spec{"part", static_cast<Rank>(me - members.begin()),
+  const engine::groups::GroupSpec spec{"part", static_cast<Rank>(me - members.begin()),
                                          static_cast<int>(members.size())};
   return engine::splitGroup(rank.engine, parent, spec, members, kTimeout);
 }
@@ -29,7 +29,7 @@ std::shared_ptr<engine::groups::Group> split(RankContext& rank,
 std::vector<int32_t> gathered(RankContext& rank,
                               const std::shared_ptr<engine::groups::Group>& group) {
   std::vector<int32_t> mine{rank.rank};
-  std::vector<int32_t> all(static_cast<size_t>(group->spec().size));
+  std::vector<int32_t> all(static_cast<size_t>(group->spec.size));
   auto request = allGather(bytesOf(mine), {bytesOf(all)});
   request.timeout = kTimeout;
   const auto completion = rank.engine.submit(*group, std::move(request));
@@ -131,7 +131,7 @@ TEST(SplitTest, AllHearWhyOneCannotJoin) {
 TEST(SplitTest, ARankThatIsMissingIsAnError) {
   runRanks({2}, [](RankContext& rank) {
     if (rank.rank == 1) return;
-    const engine::groups::Group::Spec spec{"part", 0, 2};
+    const engine::groups::GroupSpec spec{"part", 0, 2};
     try {
       engine::splitGroup(rank.engine, rank.group, spec, {0, 1}, 300'000'000);
       FAIL() << "rank 1 never came";

@@ -31,7 +31,8 @@ class MovedClock final : public Clock {
 class StallTest : public testing::Test {
  protected:
   StallTest() {
-    std::vector<bootstrap::Introduction> introductions;
+    std::vector<engine::groups::Place> places;
+    engine::groups::Members members{{}, {"id:node0", "id:node0"}};
     for (Rank rank = 0; rank < 2; ++rank) {
       engine::Engine::Options options;
       options.progressThread = false;
@@ -41,12 +42,11 @@ class StallTest : public testing::Test {
       options.process.metrics = metrics_;
       auto& player = players_[static_cast<size_t>(rank)];
       player.engine = std::make_unique<engine::Engine>(options);
-      auto [group, introduction] = player.engine->beginGroup({"test", rank, 2});
-      player.group = group;
-      introductions.push_back(introduction);
+      places.push_back(player.engine->reserve({"test", rank, 2}));
+      members.introductions.push_back(places.back().introduction);
     }
-    for (auto& player : players_)
-      player.engine->finishGroup(player.group, introductions, {"id:node0", "id:node0"});
+    for (size_t rank = 0; rank < 2; ++rank)
+      players_[rank].group = players_[rank].engine->join(places[rank], members);
   }
   ~StallTest() override {
     for (auto& player : players_) player.engine.reset();
@@ -59,7 +59,7 @@ class StallTest : public testing::Test {
   }
   void turn() {
     for (int i = 0; i < 3; ++i) {
-      for (auto& player : players_) player.engine->runTurn();
+      for (auto& player : players_) player.engine->progress().runTurn();
     }
   }
   // A call for which rank 1 comes so much later. Returns what the log said until then.

@@ -153,7 +153,7 @@ TEST_F(MetricsOfRanks, OneNodeAgreesWithStatistics) {
     for (int i = 0; i < 3; ++i) rank.run(allReduce(bytesOf(large)));
     rank.run(barrier());
     uint64_t calls = 0, bytes = 0;
-    for (const auto& [name, use] : rank.group->statistics()) {
+    for (const auto& [name, use] : rank.group->plans.statistics()) {
       calls += use.calls;
       bytes += use.bytes;
     }
@@ -203,7 +203,7 @@ TEST_F(MetricsOfRanks, TwoNodesCountWhatTheySend) {
     for (int i = 0; i < 3; ++i) rank.run(allReduce(bytesOf(data)));
     const auto calls = byName(of(rank.rank)).at("allreduce/direct<=32MiB");
     EXPECT_EQ(calls.calls, 3u);
-    EXPECT_EQ(calls.wireBytes, rank.group->statistics().at("allreduce/direct").fabricBytes);
+    EXPECT_EQ(calls.wireBytes, rank.group->plans.statistics().at("allreduce/direct").fabricBytes);
     EXPECT_EQ(calls.waited.node, 0);
     EXPECT_GT(calls.waited.network, 0);
     engine::calls::Message message;

@@ -160,7 +160,7 @@ TEST_P(MatcherTest, WaitsForAnyOfSeveral) {
     std::atomic<bool> enough{false};
     std::thread waker([&] {
       enough.store(true);
-      rank.engine.wakeWaiters();
+      rank.engine.progress().wakeWaiters();
     });
     rank.engine.waitForAny(*rank.group, both, enough, 0);
     waker.join();
@@ -202,7 +202,7 @@ TEST_P(MatcherTest, ShortMessagesBetweenThoseWhoWaitWakeNobodyElse) {
     rank.run(barrier());
     const int64_t before = progressRuns();
     for (int round = 0; round < kRounds; ++round) {
-      const engine::Engine::WaitScope waiting(rank.engine);
+      const engine::progress::WaitScope waiting(rank.engine.progress());
       finish(rank, begin(rank, true, next, out, 0, /*buffered=*/true));
       rank.engine.waitForAny(*rank.group, {receive(rank, previous, in)}, enough,
                              /*yieldFor=*/200'000);
