@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <thread>
-#include <type_traits>
 
 #include "common/config.h"
 #include "common/interrupt.h"
@@ -19,11 +18,23 @@ constexpr Nanoseconds kShutdownWait = 2'000'000'000;
 // thread takes (some 50 us). It would pay for a longer one with time in which it could compute.
 constexpr int64_t kLongestBegun = 64 << 10;
 
-int64_t sizeOf(const calls::Request& request) {
-  return std::max(calls::totalBytes(request.input), calls::totalBytes(request.output));
+// What the submitter of an operation does next.
+enum class Next { Wait, Begin, Leave };
+
+Next nextOf(const calls::Request& request) {
+  if (request.willWait) return Next::Wait;
+  const int64_t bytes =
+      std::max(calls::totalBytes(request.input), calls::totalBytes(request.output));
+  return bytes > kLongestBegun ? Next::Leave : Next::Begin;
 }
 // A message begins with an announcement or an answer.
-int64_t sizeOf(const calls::Message&) { return 0; }
+Next nextOf(const calls::Message&) { return Next::Begin; }
+
+bool runAtOnce(groups::Group& group, calls::Request& request,
+               const calls::CompletionPtr& completion) {
+  return group.operations.runOneShot(request, completion);
+}
+bool runAtOnce(groups::Group&, calls::Message&, const calls::CompletionPtr&) { return false; }
 
 void submitTo(groups::Group& group, calls::Request request, calls::CompletionPtr completion) {
   group.operations.submit(std::move(request), std::move(completion));
@@ -209,33 +220,19 @@ template <typename Operation>
 calls::CompletionPtr Engine::submitAny(groups::Group& group, Operation operation) {
   requireUsable();
   auto completion = std::make_shared<calls::Completion>();
-  bool willWait = false;
-  if constexpr (std::is_same_v<Operation, calls::Request>) willWait = operation.willWait;
-  const bool isLong = !willWait && sizeOf(operation) > kLongestBegun;
+  const bool willWait = nextOf(operation) == Next::Wait;
+  const bool leavesIt = nextOf(operation) == Next::Leave;
   if (willWait) progress_.callerCameBack();
   const bool ran = progress_.tryRun([&] {
-    bool isOneShot = false;
-    if constexpr (std::is_same_v<Operation, calls::Request>) {
-      isOneShot = willWait && groups_.idle() && group.operations.runOneShot(operation, completion);
-    }
-    if (isOneShot) {
-      // Else the other ranks were late, and the operation is in flight.
-      if (completion->done()) {
-        // An error has left continuations.
-        if (completion->error()) {
-          groups_.activate(group);
-          progress_.collectLeftovers();
-        }
-        return;
-      }
-    } else {
-      submitTo(group, std::move(operation), completion);
-    }
+    const bool isBegun = willWait && groups_.idle() && runAtOnce(group, operation, completion);
+    // Nothing is in flight, and nothing is left behind.
+    if (isBegun && completion->done() && !completion->error()) return;
+    if (!isBegun) submitTo(group, std::move(operation), completion);
     groups_.activate(group);
-    if (willWait) {
-      progress_.runUntil([&] { return completion->done(); }, progress::Progress::Waiter::Caller);
-    } else if (isLong) {
+    if (leavesIt || (isBegun && completion->done())) {
       progress_.collectLeftovers();
+    } else if (willWait) {
+      progress_.runUntil([&] { return completion->done(); }, progress::Progress::Waiter::Caller);
     } else {
       progress_.advanceOnce();
     }

@@ -27,7 +27,7 @@ std::vector<bootstrap::Rendezvous::Loss> StoreMeeting::look() {
   std::vector<bootstrap::Rendezvous::Loss> lost;
   if (!known_.parent) return lost;
   engine_.progress().call([&] {
-    engine_.process().checkPeers();
+    engine_.process().peers().check();
     for (size_t rank = 0; rank < known_.ranks.size(); ++rank) {
       const Rank there = known_.ranks[rank];
       auto error = known_.parent->sentinel.howLost(there);
@@ -104,12 +104,12 @@ void StoreMeeting::complete() {
   pollfd events{.fd = -1, .events = POLLIN, .revents = 0};
   for (;;) {
     std::vector<Rank> missing;
-    std::optional<process::Process::Unreached> unreached;
+    std::optional<process::Peers::Unreached> unreached;
     engine_.progress().call([&] {
-      process.checkPeers();
-      missing = process.unconnectedAmong(introductions_);
-      unreached = process.unreachedAmong(introductions_);
-      events.fd = process.lifelineDescriptor();
+      process.peers().check();
+      missing = process.peers().unconnectedAmong(introductions_);
+      unreached = process.peers().unreachedAmong(introductions_);
+      events.fd = process.peers().lifelineDescriptor();
     });
     if (unreached) raiseUnreached(*unreached);
     // A rank that has given this one up is not in the group.
@@ -124,7 +124,7 @@ void StoreMeeting::complete() {
   }
 }
 
-void StoreMeeting::raiseUnreached(const process::Process::Unreached& unreached) const {
+void StoreMeeting::raiseUnreached(const process::Peers::Unreached& unreached) const {
   const bootstrap::Introduction& other = introductions_[unreached.rank];
   raise(ErrorKind::PeerLost,
         "rank {} has no connection to rank {} ({}): {}; if that process runs, name the network "

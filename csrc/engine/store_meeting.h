@@ -34,7 +34,7 @@ class StoreMeeting final : public groups::Meeting {
   // Looks for signals. Returns the known members that are lost.
   std::vector<bootstrap::Rendezvous::Loss> look();
   void checkNotes();
-  [[noreturn]] void raiseUnreached(const process::Process::Unreached& unreached) const;
+  [[noreturn]] void raiseUnreached(const process::Peers::Unreached& unreached) const;
   [[noreturn]] void raiseMissing(const std::vector<Rank>& missing) const;
   void tellOtherGroups(const Error& error) noexcept;
 

@@ -62,7 +62,7 @@ PARSERS = [
     ),
     Parser("csrc/common/seal.cc", 95, "4sign|5close|4open"),
     Parser("csrc/engine/calls/call.cc", 85),
-    Parser("csrc/engine/groups/group.cc", 95, "4join|onControl|requireSame"),
+    Parser("csrc/engine/groups/group.cc", 95, "membershipOf|entriesOf|onControl"),
     Parser("csrc/engine/groups/group_registry.cc", 95, "dispatch|3add"),
     Parser(
         "csrc/engine/health/sentinel.cc",

@@ -162,8 +162,8 @@ bootstrap::Introduction Group::introductionOf(Rank rank, std::vector<std::byte> 
 }
 
 void Group::submit(calls::Message message, calls::CompletionPtr completion) {
-  if (sentinel.broken()) {
-    messages.refuse(message, *completion, *sentinel.broken());
+  if (const auto* end = sentinel.end()) {
+    messages.refuse(message, *completion, *end);
     ended.release(std::move(message.keepAlive));
     return;
   }
@@ -172,7 +172,7 @@ void Group::submit(calls::Message message, calls::CompletionPtr completion) {
 }
 
 void Group::interrupt() {
-  if (!sentinel.broken()) wasInterrupted_.store(true);
+  if (sentinel.end() == nullptr) wasInterrupted_.store(true);
   sentinel.fail(Error(ErrorKind::Aborted,
                       fmt::format("{} was interrupted by a signal", membership.nameOf(spec.me))));
 }
@@ -197,17 +197,18 @@ bool Group::idle() const { return !sentinel.isSpreading() && operations.idle() &
 
 void Group::onControl(process::Peer& from, transport::Bytes message) {
   const auto rank = membership.rankOf(from);
-  if (!rank || sentinel.onControl(*rank, message) || sentinel.broken()) return;
+  if (!rank || sentinel.onControl(*rank, message) || sentinel.end() != nullptr) return;
   sentinel.attempt(calls.last() + 1, [&] { messages.onControl(*rank, message); });
 }
 
 const Error* Group::errorOfNextOperation() const {
-  return sentinel.isBroken(calls.last() + 1) ? &sentinel.broken()->cause : nullptr;
+  const calls::Break* end = sentinel.endOf(calls.last() + 1);
+  return end != nullptr ? &end->cause : nullptr;
 }
 
 std::optional<Error> Group::breakAsUserError() const {
-  if (!sentinel.broken()) return std::nullopt;
-  return membership.failed(fmt::format("group \"{}\"", spec.name), sentinel.broken()->cause);
+  if (sentinel.end() == nullptr) return std::nullopt;
+  return membership.failed(fmt::format("group \"{}\"", spec.name), sentinel.end()->cause);
 }
 
 bool Group::tryGiveBack() {

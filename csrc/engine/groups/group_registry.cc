@@ -74,7 +74,7 @@ void GroupRegistry::reap() {
   ownership_.assertOwned();
   if (left_.empty()) return;
   process_.poll();
-  process_.checkPeers();
+  process_.peers().check();
   std::erase_if(left_, [this](const auto& group) {
     ownership_.assertOwned();
     if (!group->idle() || !group->tryGiveBack()) return false;
@@ -94,8 +94,8 @@ bool GroupRegistry::hasOpenExceptReceives() const {
 bool GroupRegistry::areRemoteRanksDone() {
   ownership_.assertOwned();
   process_.poll();
-  process_.checkPeers();
-  return process_.isAllDelivered() &&
+  process_.peers().check();
+  return process_.peers().isAllDelivered() &&
          std::all_of(left_.begin(), left_.end(), [](const auto& group) {
            return !group->membership.spansNodes() || group->tryGiveBack();
          });
@@ -136,7 +136,7 @@ bool GroupRegistry::advance() {
 void GroupRegistry::checkHealth() {
   ownership_.assertOwned();
   process_.poll();
-  process_.checkPeers();
+  process_.peers().check();
   for (size_t i = 0; i < active_.size(); ++i) active_[i]->sentinel.checkHealth();
   for (auto& [id, group] : joined_) {
     if (group->sentinel.checkMembers()) activate(*group);

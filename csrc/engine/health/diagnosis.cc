@@ -18,7 +18,7 @@ void Diagnosis::inquire(const std::set<Rank>& awaited, uint64_t sequence,
     process::Peer* peer = membership_.reachable(rank);
     if (peer == nullptr) continue;
     inquiries_.asked(rank, process_.clock().now());
-    process_.probeHost(*peer);
+    process_.peers().probeHost(*peer);
     team::InquiryMessage message;
     message.group = membership_.group;
     message.sequence = sequence;
@@ -41,7 +41,7 @@ team::Blame Diagnosis::blameFor(const std::set<Rank>& awaited, uint64_t sequence
 team::Blame Diagnosis::blameOn(Rank rank, uint64_t sequence) const {
   const Rank me = membership_.me();
   if (!membership_.isMate(rank)) {
-    const auto silence = process_.silenceOf(*membership_.peers[rank]);
+    const auto silence = process_.peers().silenceOf(*membership_.peers[rank]);
     if (silence && silence->host >= kHostSilence) return {rank, team::Blame::Why::Unreachable};
     if (inquiries_.isSilent(rank, process_.clock().now()) &&
         (!silence || silence->process >= team::Inquiries::kSilence)) {

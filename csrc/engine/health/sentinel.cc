@@ -1,46 +1,17 @@
 #include "engine/health/sentinel.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 
-#include <fmt/chrono.h>
-
 #include "common/log.h"
-#include "engine/calls/call.h"
 
 namespace smddp::engine::health {
 namespace {
 
 // How long it may take until peers have been told of an error: connections may have to be made for it.
 constexpr Nanoseconds kSpreading = 1'000'000'000;
-// Between two inquiries of one wait.
-constexpr Nanoseconds kAskPeriod = 100'000'000;
-// How often waits are written to the status board, and how long an operation has waited when it is written there.
-constexpr Nanoseconds kShowPeriod = 200'000'000;
-// How long an operation has waited when the log says so, although it is not known that anything is wrong: it takes
-// much longer than those before it (InFlight::usual), and longer than most that are late for a good reason.
-constexpr Nanoseconds kLongWait = 10'000'000'000;
-constexpr Nanoseconds kTimesUsual = 20;
 // Between the first cause of an error and how it came to this group.
 constexpr const char* kConsequence = "; because of that ";
-
-// The same, with what is known. To find out that a host cannot be reached, or that a rank is silent, takes some time
-// already.
-Nanoseconds reportAfter(const team::Blame& blame, Nanoseconds usual) {
-  switch (blame.why) {
-    case team::Blame::Why::Stopped: return 1'000'000'000;
-    case team::Blame::Why::Silent:
-    case team::Blame::Why::Unreachable: return 0;
-    default: return std::max(kLongWait, kTimesUsual * usual);
-  }
-}
-
-// By the clock on the wall: "2026-05-04 13:02:09 UTC".
-std::string timeOfDay(Nanoseconds ago) {
-  const auto since = std::chrono::system_clock::now() - std::chrono::nanoseconds(ago);
-  return fmt::format("{:%F %T} UTC", fmt::gmtime(std::chrono::system_clock::to_time_t(since)));
-}
 
 // What an Abort's text begins with.
 struct AbortHead {
@@ -64,11 +35,6 @@ calls::Break checked(calls::Break broken, int numRanks) {
   return broken;
 }
 
-std::string statusHead(const team::Membership& membership) {
-  return fmt::format("group\t{}\t{}\t{}\t{}\n", observe::StatusBoard::field(membership.name),
-                     membership.me(), membership.size(), membership.jobRank(membership.me()));
-}
-
 }  // namespace
 
 Sentinel::Sentinel(process::Process& process, const team::Membership& membership, team::Team& team,
@@ -82,10 +48,8 @@ Sentinel::Sentinel(process::Process& process, const team::Membership& membership
       calls_(calls),
       ended_(ended),
       status_(status),
-      metrics_(metrics),
-      diagnosis_(process, membership, team, channels) {
-  status_.write(membership.group, statusHead(membership), 0);
-}
+      diagnosis_(process, membership, team, channels),
+      waits_(process, membership, team, diagnosis_, status, metrics) {}
 
 // --- looking ----------------------------------------------------------------------------------------------
 
@@ -100,88 +64,12 @@ std::vector<calls::InFlight> Sentinel::inFlight() {
 
 void Sentinel::checkHealth() {
   process_.ownership().assertOwned();
-  if (left_) return;
+  if (hasLeft_) return;
   takeMatesBreaks();
   const auto waits = inFlight();
-  followAll(waits);
+  waits_.follow(waits);
   const bool changed = checkLost(waits);
   checkDeadlines(changed ? inFlight() : waits);
-}
-
-// Asks all awaited ranks, and publishes for the mates whom this rank blames.
-void Sentinel::followAll(const std::vector<calls::InFlight>& inFlight) {
-  team::Blame blame;
-  std::set<Rank> all, senders;
-  std::map<uint64_t, Wait> waits;
-  for (const calls::InFlight& at : inFlight) {
-    all.insert(at.awaited.begin(), at.awaited.end());
-    if (at.sequence == 0) {
-      senders.insert(at.awaited.begin(), at.awaited.end());
-    } else {
-      const auto known = waits_.find(at.sequence);
-      Wait& wait = waits[at.sequence] =
-          known != waits_.end() ? known->second : Wait{.since = process_.clock().now()};
-      followOne(wait, at);
-    }
-    if (!blame.definite()) blame = diagnosis_.blameFor(at.awaited, at.sequence);
-  }
-  waits_ = std::move(waits);
-  showWaits(inFlight);
-  if (process_.clock().now() - messagesAskedAt_ >= kAskPeriod) {
-    messagesAskedAt_ = process_.clock().now();
-    diagnosis_.inquire(senders, 0, {});
-  }
-  diagnosis_.keepOnly(all);
-  team_.publishBlame(blame);
-}
-
-// Asks the ranks that one operation awaits.
-void Sentinel::followOne(Wait& wait, const calls::InFlight& at) {
-  const Nanoseconds now = process_.clock().now();
-  if (wait.exchanged != at.exchanged) {
-    wait.exchanged = at.exchanged;
-    wait.exchangedAt = now;
-  }
-  if (wait.askedAt == 0 || now - wait.askedAt >= kAskPeriod) {
-    wait.askedAt = now;
-    diagnosis_.inquire(at.awaited, at.sequence, at.fingerprint);
-  }
-  if (!wait.isReported && !at.awaited.empty()) report(wait, at);
-}
-
-void Sentinel::report(Wait& wait, const calls::InFlight& at) {
-  const Nanoseconds waited = process_.clock().now() - wait.since;
-  const team::Blame blame = diagnosis_.blameFor(at.awaited, at.sequence);
-  if (waited < reportAfter(blame, at.usual)) return;
-  wait.isReported = true;
-  if (metrics_ != nullptr) metrics_->countStall();
-  const std::string usual = at.usual == 0 ? ""
-                                          : fmt::format("; such calls took {:.3g} s",
-                                                        static_cast<double>(at.usual) * 1e-9);
-  SMDDP_LOG(Warn, "engine",
-            "{} #{} (group \"{}\") of rank {} has waited for {:.1f} s, since {}{}: it waits {}{}{}",
-            membership_.describe(at.fingerprint), at.sequence, membership_.name,
-            membership_.jobRank(membership_.me()), static_cast<double>(waited) * 1e-9,
-            timeOfDay(waited), usual, at.wait, diagnosis_.culprit(blame), progressOf(at));
-}
-
-void Sentinel::showWaits(const std::vector<calls::InFlight>& inFlight) {
-  const Nanoseconds now = process_.clock().now();
-  if (now - shownAt_ < kShowPeriod) return;
-  std::string text;
-  for (const calls::InFlight& at : inFlight) {
-    const auto wait = waits_.find(at.sequence);
-    const Nanoseconds since = wait == waits_.end() ? 0 : wait->second.since;
-    if (since != 0 && now - since < kShowPeriod) continue;
-    const std::string culprit = diagnosis_.culprit(diagnosis_.blameFor(at.awaited, at.sequence));
-    text += fmt::format("wait\t{}\t{}\t{}\t{}\t{}\n", at.sequence, since,
-                        at.sequence == 0 ? "message" : membership_.describe(at.fingerprint),
-                        observe::StatusBoard::field(at.wait),
-                        culprit.empty() ? "" : observe::StatusBoard::field(culprit.substr(2)));
-  }
-  if (text.empty()) return;
-  shownAt_ = now;
-  status_.write(membership_.group, statusHead(membership_) + text, now);
 }
 
 // A lost rank is an error only where it is awaited: it may have done its part and left. True when anything changed.
@@ -228,18 +116,7 @@ Error Sentinel::timeout(const calls::InFlight& at, Nanoseconds waited) const {
   return Error(ErrorKind::Timeout, fmt::format("Timed out after {:.1f} s, rank {} waits {}{}{}",
                                                static_cast<double>(waited) * 1e-9,
                                                membership_.jobRank(membership_.me()), at.wait,
-                                               culprit, progressOf(at)));
-}
-
-// Says when a call last exchanged data, because a call that only needs more time is not stuck.
-std::string Sentinel::progressOf(const calls::InFlight& at) const {
-  const auto wait = waits_.find(at.sequence);
-  if (at.exchanged == 0 || wait == waits_.end()) return "";
-  constexpr double kMiB = 1 << 20;
-  return fmt::format(
-      "; it has exchanged {:.1f} of {:.1f} MiB with other nodes, the last {:.1f} s ago",
-      static_cast<double>(at.exchanged) / kMiB, static_cast<double>(at.toExchange) / kMiB,
-      static_cast<double>(process_.clock().now() - wait->second.exchangedAt) * 1e-9);
+                                               culprit, waits_.progressOf(at)));
 }
 
 void Sentinel::expire(const calls::Completion& completion, Nanoseconds waited) {
@@ -258,7 +135,7 @@ void Sentinel::expire(const calls::Completion& completion, Nanoseconds waited) {
 std::optional<Error> Sentinel::howLost(Rank rank) {
   process_.ownership().assertOwned();
   if (diagnosis_.isLost(rank)) return inWords(lossOf(calls_.last() + 1, rank));
-  if (process::Peer* peer = membership_.reachable(rank)) process_.probeHost(*peer);
+  if (process::Peer* peer = membership_.reachable(rank)) process_.peers().probeHost(*peer);
   return std::nullopt;
 }
 
@@ -268,7 +145,7 @@ void Sentinel::fail(const Error& cause) {
   process_.ownership().assertOwned();
   if (checksMembers_) {
     // If a rank has died, its death is the cause, and `cause` a consequence.
-    process_.checkPeers();
+    process_.peers().check();
     checkMembers();
   }
   uint64_t oldest = calls_.last() + 1;
@@ -279,7 +156,7 @@ void Sentinel::fail(const Error& cause) {
 
 void Sentinel::onBreak(std::function<void(const Error&)> action) {
   process_.ownership().assertOwned();
-  if (left_) return;
+  if (hasLeft_) return;
   if (broken_) {
     ended_.add([action = std::move(action), cause = broken_->cause] { action(cause); });
   } else {
@@ -296,7 +173,7 @@ void Sentinel::watchMembers() {
 // the rank that died.
 bool Sentinel::checkMembers() {
   process_.ownership().assertOwned();
-  if (!checksMembers_ || left_ || broken_) return false;
+  if (!checksMembers_ || hasLeft_ || broken_) return false;
   if (takeMatesBreaks()) return true;
   for (Rank rank = 0; rank < membership_.size(); ++rank) {
     const process::Peer* peer = membership_.peers[rank];
@@ -338,10 +215,10 @@ Error Sentinel::inWords(const calls::Break& broken) const {
 }
 
 void Sentinel::breakGroup(const calls::Break& broken, Origin origin) {
-  if (isBroken(broken.firstBroken)) return;
+  if (endOf(broken.firstBroken) != nullptr) return;
   // If a mate died, this process can see that before another host does, and inWords() must know it.
-  if (broken.lost >= 0 && membership_.isMate(broken.lost)) process_.checkPeers();
-  const bool isFirst = !broken_;
+  if (broken.lost >= 0 && membership_.isMate(broken.lost)) process_.peers().check();
+  const bool isFirst = end() == nullptr;
   forOthers_.emplace(broken);
   const ErrorKind kind = broken.cause.kind();
   if (origin == Origin::Here && (kind == ErrorKind::Resource || kind == ErrorKind::Internal)) {
@@ -357,7 +234,7 @@ void Sentinel::breakGroup(const calls::Break& broken, Origin origin) {
   }
   // Here, and not where callers get their error: before they do, the process may be asked to end, as torchrun does with
   // all ranks when it sees that one has died.
-  if (isFirst && !(left_ && cause.kind() == ErrorKind::Aborted)) {
+  if (isFirst && !(hasLeft_ && cause.kind() == ErrorKind::Aborted)) {
     process_.noteFailure(cause.what());
     SMDDP_LOG(Error, "engine", "SMDDP{}: {}", toString(cause.kind()),
               membership_.failed(fmt::format("group \"{}\"", membership_.name), cause).what());
@@ -371,7 +248,7 @@ void Sentinel::breakGroup(const calls::Break& broken, Origin origin) {
 
 void Sentinel::tellOfTrouble(const std::string& text) {
   process_.ownership().assertOwned();
-  if (left_ || broken_) return;
+  if (hasLeft_ || broken_) return;
   const team::Trouble trouble{calls_.last(), text.substr(0, text.find(kConsequence))};
   team_.publishTrouble(trouble);
   const auto message = team::makeTrouble(membership_.group, trouble);
@@ -391,7 +268,7 @@ void Sentinel::tellOtherNodes() {
 
 void Sentinel::giveUpNodeOf(Rank lost, const std::string& cause) {
   for (const Rank rank : membership_.topology.node(membership_.topology.nodeOf(lost))) {
-    if (process::Peer* peer = membership_.reachable(rank)) process_.giveUp(*peer, cause);
+    if (process::Peer* peer = membership_.reachable(rank)) process_.peers().giveUp(*peer, cause);
   }
 }
 
@@ -441,7 +318,7 @@ void Sentinel::onInquiry(Rank from, const team::InquiryMessage& inquiry) {
     attempt(sequence, [&] { calls_.onTold(from, sequence, inquiry.call); });
   }
   // Messages have no place in the order: any error ends them.
-  if (left_ || (isMessage ? broken_.has_value() : isBroken(sequence)))
+  if (hasLeft_ || (isMessage ? end() : endOf(sequence)) != nullptr)
     return channels_.tell(from, farewell());
   team::AnswerMessage answer;
   answer.group = membership_.group;
@@ -452,7 +329,7 @@ void Sentinel::onInquiry(Rank from, const team::InquiryMessage& inquiry) {
 }
 
 std::vector<std::byte> Sentinel::farewell() const {
-  if (!leftInOrder_) return makeAbort(membership_.group, *forOthers_);
+  if (!left_) return makeAbort(membership_.group, *forOthers_);
   team::LeftMessage left;
   left.group = membership_.group;
   left.calls = calls_.last();
@@ -464,20 +341,18 @@ std::vector<std::byte> Sentinel::farewell() const {
 
 void Sentinel::leave(bool isIdle) {
   process_.ownership().assertOwned();
-  if (left_) return;
-  left_ = true;
+  if (hasLeft_) return;
+  hasLeft_ = true;
   status_.end();
   breakActions_.clear();
   if (!isIdle) {
     fail(Error(ErrorKind::Aborted,
                fmt::format("{} left the group", membership_.nameOf(membership_.me()))));
   }
-  // Later calls of this rank end with this error. Other ranks are not told: they may still use what we have sent.
-  leftInOrder_ = !isBroken(calls_.last() + 1);
-  if (leftInOrder_) {
-    forOthers_.emplace(
-        calls::Break{calls_.last() + 1, Error(ErrorKind::Usage, "the group has been destroyed")});
-    broken_ = forOthers_;
+  // Other ranks are not told: they may still use what we have sent.
+  const uint64_t next = calls_.last() + 1;
+  if (endOf(next) == nullptr) {
+    left_.emplace(calls::Break{next, Error(ErrorKind::Usage, "the group has been destroyed")});
   }
   team_.publishLeft();
   channels_.close();

@@ -10,7 +10,6 @@
 
 #include <array>
 #include <functional>
-#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -21,6 +20,7 @@
 #include "engine/calls/ended_operations.h"
 #include "engine/calls/in_flight.h"
 #include "engine/health/diagnosis.h"
+#include "engine/health/waits.h"
 #include "engine/observe/metrics.h"
 #include "engine/observe/status_board.h"
 #include "engine/plans/channels.h"
@@ -41,9 +41,14 @@ class Sentinel {
     watched_ = {&operations, &messages};
   }
 
-  // The break, if the group is broken. Its cause is worded for this rank.
-  const std::optional<calls::Break>& broken() const { return broken_; }
-  bool isBroken(uint64_t sequence) const { return broken_ && broken_->concerns(sequence); }
+  // Why the group takes no more calls, or none from some number on: the error that broke it, or that this rank has left
+  // it. Null: it takes calls. The cause is worded for this rank.
+  const calls::Break* end() const { return broken_ ? &*broken_ : left_ ? &*left_ : nullptr; }
+  // What the call of this number ends with; null: it runs.
+  const calls::Break* endOf(uint64_t sequence) const {
+    if (broken_ && broken_->concerns(sequence)) return &*broken_;
+    return left_ && left_->concerns(sequence) ? &*left_ : nullptr;
+  }
   // Runs `step`; what it throws breaks the group from operation `from` on. True if `step` returned true or threw:
   // something has changed.
   template <typename Step>
@@ -80,14 +85,6 @@ class Sentinel {
 
  private:
   enum class Origin { Here, Elsewhere };
-  // What is known about an operation that waits.
-  struct Wait {
-    Nanoseconds since = 0;
-    Nanoseconds askedAt = 0;
-    bool isReported = false;
-    int64_t exchanged = 0;  // InFlight::exchanged, and when it changed
-    Nanoseconds exchangedAt = 0;
-  };
 
   void breakFrom(uint64_t from, const Error& cause) { breakGroup({from, cause}, Origin::Here); }
   calls::Break lossOf(uint64_t from, Rank lost) const;
@@ -100,16 +97,9 @@ class Sentinel {
   // and do not believe that it left in order.
   void giveUpNodeOf(Rank lost, const std::string& cause);
   std::vector<calls::InFlight> inFlight();
-  void followAll(const std::vector<calls::InFlight>& inFlight);
-  void followOne(Wait& wait, const calls::InFlight& at);
-  // Says in the log which rank holds up an operation that has waited for long, once.
-  void report(Wait& wait, const calls::InFlight& at);
-  // Writes to the status board what has waited for long.
-  void showWaits(const std::vector<calls::InFlight>& inFlight);
   bool checkLost(const std::vector<calls::InFlight>& inFlight);
   void checkDeadlines(const std::vector<calls::InFlight>& inFlight);
   Error timeout(const calls::InFlight& at, Nanoseconds waited) const;
-  std::string progressOf(const calls::InFlight& at) const;
   void onAbort(const transport::ParsedAbort& abort);
   void onInquiry(Rank from, const team::InquiryMessage& inquiry);
   // From which operation on its error breaks the group. A message has no place in the order of operations, so with it
@@ -125,19 +115,16 @@ class Sentinel {
   team::CallHistory& calls_;
   calls::EndedOperations& ended_;
   observe::StatusBoard::Slot& status_;
-  observe::Metrics::Group* const metrics_;  // null: nothing is counted
   Diagnosis diagnosis_;
+  Waits waits_;
   std::array<calls::Watched*, 2> watched_{};
-  std::optional<calls::Break> broken_;     // its cause is worded for this rank
-  std::optional<calls::Break> forOthers_;  // the same break, as other ranks are told of it
+  std::optional<calls::Break> broken_;     // the error that broke the group, worded for this rank
+  std::optional<calls::Break> forOthers_;  // the same, as other ranks are told of it
+  std::optional<calls::Break> left_;  // this rank has left in order: what its later calls end with
   Deadline spreadingUntil_{0};
-  std::map<uint64_t, Wait> waits_;  // by sequence
-  Nanoseconds messagesAskedAt_ = 0;
-  Nanoseconds shownAt_ = 0;
   bool checksMembers_ = false;
   std::vector<std::function<void(const Error&)>> breakActions_;  // until the group is broken
-  bool left_ = false;
-  bool leftInOrder_ = false;  // and the group was not broken
+  bool hasLeft_ = false;                                         // in order, or because of an error
 };
 
 template <typename Step>

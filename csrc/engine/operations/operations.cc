@@ -11,33 +11,82 @@ namespace smddp::engine::operations {
 namespace {
 
 using collectives::Collective;
+using enum Event;
+using enum Phase;
 
 }  // namespace
 
-struct Operations::Transition {
-  Phase from, to;
-  bool (Operations::*condition)(TrackState&);  // or kAlways
-  void (Operations::*action)(TrackState&);
+// A condition, or an action: of the execution alone, or of all of the group's.
+template <typename Result>
+struct Operations::Function {
+  constexpr Function(Result (Execution::*own)()) : ofExecution(own) {}
+  constexpr Function(Result (Operations::*any)(Execution&)) : ofAll(any) {}
+  constexpr Function(std::nullptr_t) {}
+  bool isGiven() const { return ofExecution != nullptr || ofAll != nullptr; }
+  Result operator()(Operations& all, Execution& execution) const {
+    return ofExecution != nullptr ? (execution.*ofExecution)() : (all.*ofAll)(execution);
+  }
+
+  Result (Execution::*ofExecution)() = nullptr;
+  Result (Operations::*ofAll)(Execution&) = nullptr;
 };
 
-static constexpr auto kAlways = nullptr;
+struct Operations::Transition {
+  Event on;
+  Phase from, to;
+  Function<bool> condition;  // or kAlways
+  Function<void> action;     // or kNothing
+};
 
-// The life of an execution. From its phase it takes the first transition whose condition holds. An action that finds
-// the group broken ends the execution, which is then Idle whatever the table says.
+static constexpr std::nullptr_t kAlways = nullptr;
+static constexpr std::nullptr_t kNothing = nullptr;
+
+// The life of an execution. At an event it takes the first transition from its phase whose condition holds: in each turn
+// of the engine, again and again until there is none; at a break, one.
 //
 //   Idle        nothing runs on the track
 //   Taken       has its operations
 //   Arrived     has signalled its arrival; when all have, the plan is chosen, since it depends on the others' buffers
 //   Preamble    runs the part of its plan that ends with the arrival of all
-//   Running     runs the rest
+//   Met         all ranks of the node have arrived
+//   Agreed      they take the same decisions from here on
+//   Running     runs the rest of the plan
+//   Done        the plan has run
+//
+// An action or a condition that throws breaks the group from the execution's first operation on (Sentinel::attempt): then
+// the execution is still where it was, and the next event is Break.
+//
+// One way is not in the table: a caller that waits for a small vector while nothing is in flight goes from Idle to Idle in
+// runOneShot(), or to Arrived if the other ranks are late. Such a call takes so little time that to make an Operation of
+// it, and to look it up in the table, would be a part of that which one can measure.
 const Operations::Transition Operations::kTransitions[] = {
-    // from           to               condition                   action
-    {Phase::Idle, Phase::Taken, &Operations::hasNext, &Operations::take},
-    {Phase::Taken, Phase::Arrived, &Operations::decidesAfterArrival, &Operations::arrive},
-    {Phase::Taken, Phase::Preamble, kAlways, &Operations::begin},
-    {Phase::Arrived, Phase::Running, &Operations::allArrived, &Operations::agree},
-    {Phase::Preamble, Phase::Running, &Operations::isPreambleDone, &Operations::agree},
-    {Phase::Running, Phase::Idle, &Operations::isDone, &Operations::finish},
+    // on, from, to, condition, action
+    {Turn, Idle, Taken, &Operations::hasNext, &Operations::take},
+    // Only a rank with shared buffers waits with its decision. One with private buffers runs the plan for them at once.
+    // If a mate's buffers are shared, it learns that at the arrival, and does not use what it has copied.
+    {Turn, Taken, Arrived, &Execution::decidesAfterArrival, &Execution::arrive},
+    {Turn, Taken, Preamble, kAlways, &Execution::begin},
+    {Turn, Arrived, Met, &Execution::allArrived, &Execution::meet},
+    {Turn, Preamble, Met, &Execution::isPreambleDone, &Execution::meet},
+    // The executor's own turn: as many steps as can be done now.
+    {Turn, Preamble, Preamble, &Execution::advancesPlan, kNothing},
+    // A mate whose operation has ended with an error may have left, and its buffers may be gone.
+    {Turn, Met, Idle, &Operations::isEndedByMate, kNothing},
+    {Turn, Met, Agreed, kAlways, &Operations::agree},
+    // The plan that has begun may serve what was agreed.
+    {Turn, Agreed, Running, &Execution::isPlanRight, kNothing},
+    {Turn, Agreed, Running, kAlways, &Execution::chooseAgain},
+    {Turn, Running, Done, &Execution::isDone, &Execution::sendGrants},
+    {Turn, Running, Running, &Execution::advancesPlan, kNothing},
+    // If a mate has ended this operation with an error, it ends with that error here too, even if we have all data: with
+    // zero copy the mate may have overwritten its buffer while we read it.
+    {Turn, Done, Idle, &Operations::isEndedByMate, kNothing},
+    {Turn, Done, Idle, kAlways, &Operations::finish},
+
+    // Messages may still arrive in the buffers of a plan that runs.
+    {Break, Running, Idle, &Operations::isConcerned, &Operations::abandon},
+    // Before, nothing was posted. (In Idle an operation is ended whose plan could not be made.)
+    {Break, Any, Idle, &Operations::isConcerned, &Operations::end},
 };
 
 Operations::Operations(process::Process& process, const team::Membership& membership,
@@ -48,15 +97,14 @@ Operations::Operations(process::Process& process, const team::Membership& member
     : process_(process),
       membership_(membership),
       team_(team),
-      channels_(channels),
       plans_(plans),
       calls_(calls),
       sentinel_(sentinel),
       ended_(ended),
       metrics_(metrics) {
   for (int64_t index = 0; index < numTracks; ++index) {
-    tracks_.push_back(
-        std::make_unique<TrackState>(process_.ownership(), membership_, team_, index));
+    tracks_.push_back(std::make_unique<Execution>(process_, membership_, team_, channels, plans_,
+                                                  metrics_ != nullptr, index));
   }
 }
 
@@ -69,54 +117,23 @@ void Operations::submit(calls::Request request, calls::CompletionPtr completion)
   const Deadline deadline = Deadline::after(process_.clock(), request.timeout);
   const Nanoseconds now = metrics_ == nullptr ? 0 : process_.clock().now();
   pending_.push_back({std::move(request), std::move(completion), deadline, sequence, call, now});
-  if (sentinel_.isBroken(sequence)) return endBroken(*sentinel_.broken());
+  if (const auto* broken = sentinel_.endOf(sequence)) return endBroken(*broken);
   sentinel_.attempt(sequence, [&] { calls_.record(sequence, call); });
 }
 
 bool Operations::runOneShot(calls::Request& request, const calls::CompletionPtr& completion) {
   process_.ownership().assertOwned();
-  TrackState& state = *tracks_.front();
-  // With several tracks, another execution may still run beside this one.
-  if (numTracks() > 1 || sentinel_.broken() || request.collective != Collective::AllReduce ||
-      request.output.size() != 1) {
-    return false;
-  }
-  const collectives::Shape shape{request.collective, request.bytes};
-  const plans::PlanCache::Entry* entry = nullptr;
-  // If no algorithm fits, attempt() breaks the group; submit() then ends the operation with that error.
-  sentinel_.attempt(calls_.last() + 1, [&] { entry = &plans_.get(shape); });
-  if (entry == nullptr || entry->start != plans::Start::OneShot) return false;
+  const plans::PlanCache::Entry* entry = oneShotPlan(request);
+  if (entry == nullptr) return false;
+  Execution& state = *tracks_.front();
   const Nanoseconds submittedAt = metrics_ == nullptr ? 0 : process_.clock().now();
   const uint64_t sequence = calls_.begin(*completion);
   const auto call = calls::fingerprint(request);
+  ++started_;
   bool isSummed = false;
-  sentinel_.attempt(sequence, [&] {
-    beginExecution(state);
-    state.shape = shape;
-    state.entry = plans::PlanCache::Held(*entry);
-    team_.prepareStaging(state.track, static_cast<size_t>(entry->cached.plan.stagingBytes),
-                         /*isSent=*/false);
-    // bind() must come before publish(). publish() stores into a cache line that the mates hold, so these stores wait
-    // in the store buffer. A later load that is wider than one of them cannot be served from the buffer and would wait
-    // as well.
-    plans::Binding& binding = bind(state, request, call);
-    binding.output = calls::Buffer(request.output.front().data());
-    binding.input = binding.output;
-    team_.publish(
-        state.track,
-        {.fingerprint = call, .ends = {}, .buffers = nullptr, .isNear = entry->cached.fitsNear});
-    state.executor.copyIn(entry->cached);
-    team_.arrive(state.track);
-    const auto arrived = [&] { return allArrived(state); };
-    if (metrics_ != nullptr && !arrived()) state.waitsSince = process_.clock().now();
-    if (!process::WaitPolicy::spinUntil(arrived)) return;
-    endWait(state, state.waited.node);
-    team_.agree(state.track);
-    state.executor.sum();
-    isSummed = true;
-  });
+  sentinel_.attempt(sequence, [&] { isSummed = state.sumAtOnce(*entry, request, call); });
   sentinel_.takeMatesBreaks();
-  if (!sentinel_.isBroken(sequence) && isSummed) {
+  if (isSummed && sentinel_.endOf(sequence) == nullptr) {
     entry->count(1, request.bytes);
     // Not measured: it has taken next to no time.
     entry->recent.add(0);
@@ -128,15 +145,34 @@ bool Operations::runOneShot(calls::Request& request, const calls::CompletionPtr&
     completion->finishUnseen();
   } else {
     const Deadline deadline = Deadline::after(process_.clock(), request.timeout);
-    state.operations.push_back(
-        {std::move(request), completion, deadline, sequence, call, submittedAt});
-    state.beganAt = process_.clock().now();
-    combine(state);
-    state.phase = Phase::Arrived;
-    if (sentinel_.isBroken(sequence)) endBroken(*sentinel_.broken());
+    goOnInTable(state, {std::move(request), completion, deadline, sequence, call, submittedAt});
   }
   team_.bell().ring();
   return true;
+}
+
+const plans::PlanCache::Entry* Operations::oneShotPlan(const calls::Request& request) {
+  // With several tracks, another execution may still run beside this one.
+  if (numTracks() > 1 || sentinel_.end() != nullptr ||
+      request.collective != Collective::AllReduce || request.output.size() != 1) {
+    return nullptr;
+  }
+  const plans::PlanCache::Entry* entry = nullptr;
+  // If no algorithm fits, attempt() breaks the group; submit() then ends the operation with that error.
+  sentinel_.attempt(calls_.last() + 1, [&] {
+    entry = &plans_.get({request.collective, request.bytes});
+  });
+  return entry != nullptr && entry->start == plans::Start::OneShot ? entry : nullptr;
+}
+
+// The other ranks are late, or the group has broken meanwhile.
+void Operations::goOnInTable(Execution& state, Operation operation) {
+  const uint64_t sequence = operation.sequence;
+  state.operations.push_back(std::move(operation));
+  state.beganAt = process_.clock().now();
+  state.combine();
+  state.phase = Arrived;
+  if (const auto* broken = sentinel_.endOf(sequence)) endBroken(*broken);
 }
 
 // Small allreduces that wait behind one of the same kind join it. Only inside one node, where the arrival tells how
@@ -184,75 +220,57 @@ bool Operations::advance() {
   process_.ownership().assertOwned();
   bool advanced = false;
   for (auto& state : tracks_) {
-    if (state->phase == Phase::Idle) continue;
+    if (state->phase == Idle) continue;
     advanced |=
         sentinel_.attempt(state->operations.front().sequence, [&] { return advance(*state); });
   }
-  while (nextTrack().phase == Phase::Idle && hasNext(nextTrack())) {
+  while (nextTrack().phase == Idle && hasNext(nextTrack())) {
     advanced |= sentinel_.attempt(pending_.front().sequence, [&] { return advance(nextTrack()); });
   }
   return advanced;
 }
 
 // Advances one execution until it can do nothing more, or has ended.
-bool Operations::advance(TrackState& state) {
+bool Operations::advance(Execution& state) {
   bool advanced = false;
-  while (takeTransition(state)) {
+  while (step(Turn, state)) {
     advanced = true;
-    if (state.phase == Phase::Idle) break;
+    if (state.phase == Idle) return true;
   }
+  if (metrics_ != nullptr) state.noteWait();
   return advanced;
 }
 
-bool Operations::takeTransition(TrackState& state) {
+bool Operations::step(Event event, Execution& state) {
   const Phase phase = state.phase;
-  const bool hasPlan = phase == Phase::Preamble || phase == Phase::Running;
-  const bool advanced = hasPlan && state.executor.advance();
-  if (phase == Phase::Running && state.executor.hasReceived()) {
-    endWait(state, state.waited.network);
-  }
   for (const Transition& transition : kTransitions) {
-    if (transition.from != phase) continue;
-    if (transition.condition != kAlways && !(this->*transition.condition)(state)) continue;
-    (this->*transition.action)(state);
-    if (state.phase == phase) state.phase = transition.to;
+    if (transition.from != phase && transition.from != Any) continue;
+    if (transition.on != event) continue;
+    if (transition.condition.isGiven() && !transition.condition(*this, state)) continue;
+    if (transition.action.isGiven()) transition.action(*this, state);
+    state.phase = transition.to;
     return true;
   }
-  if (!advanced && metrics_ != nullptr) noteWait(state);
-  return advanced;
-}
-
-// Two waits are told apart: for the last rank of this node to arrive, and then for the first data of another node.
-void Operations::noteWait(TrackState& state) {
-  if (state.waitsSince != 0) return;
-  const bool isOver = !membership_.spansNodes() || state.executor.hasReceived();
-  if (state.phase == Phase::Running && isOver) return;
-  state.waitsSince = process_.clock().now();
-}
-
-void Operations::endWait(TrackState& state, Nanoseconds& waited) {
-  if (state.waitsSince == 0) return;
-  waited += process_.clock().now() - state.waitsSince;
-  state.waitsSince = 0;
+  return false;
 }
 
 // Only this rank knows where its buffers lie, so others may begin an execution that this one holds back. Those that are
 // in flight do not need it, so they end, and then it begins.
-bool Operations::hasNext(TrackState&) {
+bool Operations::hasNext(Execution&) {
   if (pending_.empty()) return false;
   const Operation& next = pending_.front();
   const bool isBarrier = next.request.collective == Collective::Barrier &&
                          next.request.partOf == calls::PartOf::Itself;
   if (isBarrier) return oldestInFlight() == nullptr;
   return std::ranges::none_of(tracks_, [&](const auto& state) {
-    return state->phase != Phase::Idle && conflicts(state->operations, next);
+    return state->phase != Idle && conflicts(state->operations, next);
   });
 }
 
-Operations::TrackState* Operations::oldestInFlight() {
-  TrackState* oldest = nullptr;
+Execution* Operations::oldestInFlight() {
+  Execution* oldest = nullptr;
   for (const auto& state : tracks_) {
-    if (state->phase == Phase::Idle) continue;
+    if (state->phase == Idle) continue;
     if (oldest == nullptr ||
         state->operations.front().sequence < oldest->operations.front().sequence) {
       oldest = state.get();
@@ -261,74 +279,40 @@ Operations::TrackState* Operations::oldestInFlight() {
   return oldest;
 }
 
-void Operations::beginExecution(TrackState& state) {
+void Operations::take(Execution& state) {
   ++started_;
-  ++state.track.executionNumber;
-  state.track.afterArrival = false;
-  state.waited = {};
-  state.waitsSince = 0;
-  state.operations.clear();
-}
-
-void Operations::take(TrackState& state) {
-  beginExecution(state);
+  state.renew();
   state.beganAt = process_.clock().now();
   state.operations.push_back(std::move(pending_.front()));
   pending_.pop_front();
   takeFusable(state.operations);
-  combine(state);
+  state.combine();
   state.entry = plans::PlanCache::Held(plans_.get(state.shape));
   state.buffers.reset();
-  if (state.entry->start == plans::Start::DecideAfterArrival) state.buffers = locate(state);
+  if (state.entry->start == plans::Start::DecideAfterArrival) state.buffers = state.locate();
 }
 
-// Only a rank with shared buffers waits with its decision. One with private buffers runs the plan for them at once. If
-// a mate's buffers are shared, it learns that at the arrival, and does not use what it has copied.
-bool Operations::decidesAfterArrival(TrackState& state) { return state.buffers.has_value(); }
-
-void Operations::arrive(TrackState& state) {
-  publish(state);
-  team_.arrive(state.track);
+// Takes over what mates have published, which ends the executions that it concerns.
+bool Operations::isEndedByMate(Execution& state) {
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return sentinel_.takeMatesBreaks() && state.phase == Idle;
 }
 
-void Operations::begin(TrackState& state) {
-  publish(state);
-  run(state, /*arrived=*/false);
-}
-
-// All have arrived: from here on all ranks of the node take the same decisions.
-void Operations::agree(TrackState& state) {
-  endWait(state, state.waited.node);
-  // A mate whose operation has ended with an error may have left, and its buffers may be gone.
-  if (sentinel_.takeMatesBreaks() && state.phase == Phase::Idle) return;
-  const team::Agreement agreement = team_.agree(state.track);
+void Operations::agree(Execution& state) {
+  state.agreement = team_.agree(state.track);
+  state.track.afterArrival = state.agreement.afterArrival;
   auto& operations = state.operations;
-  const bool takesFewer = agreement.fused < operations.size();
-  while (operations.size() > agreement.fused) {
+  if (state.agreement.fused == operations.size()) return;
+  while (operations.size() > state.agreement.fused) {
     pending_.push_front(std::move(operations.back()));
     operations.pop_back();
   }
-  if (takesFewer) {
-    // A break that was met earlier may concern the operations that went back to the queue. Nothing else would end them.
-    if (sentinel_.broken()) endBroken(*sentinel_.broken());
-    combine(state);
-  }
-  const bool copiedInVain =
-      agreement.afterArrival && state.entry->choice->preamble != collectives::Preamble::NoCopy;
-  state.track.afterArrival = agreement.afterArrival;
-  if (state.phase == Phase::Preamble && !takesFewer && !copiedInVain) return;
-  state.shape.shared = agreement.shared;
-  state.shape.afterArrival = agreement.afterArrival;
-  state.entry = plans::PlanCache::Held(plans_.get(state.shape));
-  run(state, /*arrived=*/true);
+  // A break that was met earlier may concern the operations that went back to the queue. Nothing else would end them.
+  if (const auto* broken = sentinel_.end()) endBroken(*broken);
+  state.combine();
 }
 
-void Operations::finish(TrackState& state) {
-  if (membership_.spansNodes()) channels_.sendGrantsNow(state.track);
-  // If a mate has ended this operation with an error, it ends with that error here too, even if we have all data: with
-  // zero copy the mate may have overwritten its buffer while we read it.
-  std::atomic_thread_fence(std::memory_order_acquire);
-  if (sentinel_.takeMatesBreaks() && state.phase == Phase::Idle) return;
+void Operations::finish(Execution& state) {
   team_.clearBlame();
   state.entry->count(state.operations.size(), state.shape.bytes);
   const Nanoseconds now = process_.clock().now();
@@ -341,7 +325,7 @@ void Operations::finish(TrackState& state) {
   state.operations.clear();
 }
 
-void Operations::count(const TrackState& state, Nanoseconds now) {
+void Operations::count(const Execution& state, Nanoseconds now) {
   observe::Metrics::Algorithm& algorithm = *state.entry->metrics;
   for (const Operation& operation : state.operations) {
     const int64_t bytes = operation.request.bytes;
@@ -351,129 +335,26 @@ void Operations::count(const TrackState& state, Nanoseconds now) {
       .countExecution(state.entry->cached.putBytes, state.waited);
 }
 
-// --- buffers and plans ------------------------------------------------------------------------------------
-
-// Sets the shape and the buffers of the execution: those of all its operations, one behind the other.
-void Operations::combine(TrackState& state) {
-  const calls::Request& first = state.operations.front().request;
-  state.shape = {first.collective, 0, first.root, /*shared=*/false};
-  state.input.clear();
-  state.output.clear();
-  const auto append = [](calls::Pieces& to, const calls::Pieces& from) {
-    std::copy_if(from.begin(), from.end(), std::back_inserter(to),
-                 [](const auto& piece) { return !piece.empty(); });
-  };
-  for (const Operation& operation : state.operations) {
-    state.shape.bytes += operation.request.bytes;
-    append(state.input, operation.request.input);
-    append(state.output, operation.request.output);
-  }
-  state.shape.wire = plans_.wireFor(first, state.shape.bytes);
-  state.shape.feedback = state.shape.wire != Wire::fp32 && first.residual != nullptr;
-}
-
-// Where mates find this rank's buffers, if all of them lie in communication memory.
-std::optional<memory::BufferLocations> Operations::locate(const TrackState& state) const {
-  memory::BufferLocations locations;
-  const auto found = [&](const calls::Pieces& pieces, transport::shm::Location& at) {
-    if (pieces.size() != 1) return false;
-    const auto where =
-        process_.memory().tensors->locate(pieces.front().data(), pieces.front().size());
-    if (where) at = *where;
-    return where.has_value();
-  };
-  const auto buffers = buffersOf(state.shape, membership_.me(), membership_.size());
-  const bool hasInput = buffers.inputBytes > 0 && !buffers.inPlace;
-  if (state.shape.bytes == 0) return std::nullopt;
-  if (buffers.outputBytes > 0 && !found(state.output, locations.output)) return std::nullopt;
-  if (hasInput && !found(state.input, locations.input)) return std::nullopt;
-  return locations;
-}
-
-void Operations::publish(TrackState& state) {
-  const auto& operations = state.operations;
-  std::array<uint32_t, memory::kMaxFused> ends;
-  uint32_t end = 0;
-  for (size_t i = 0; i < operations.size(); ++i) {
-    ends[i] = end += static_cast<uint32_t>(operations[i].request.bytes);
-  }
-  const size_t fusable = operations.size() > 1 ? operations.size() : 0;
-  team_.publish(state.track, {.fingerprint = operations.front().fingerprint,
-                              .ends = std::span(ends).first(fusable),
-                              .buffers = state.buffers ? &*state.buffers : nullptr,
-                              .isNear = state.entry->cached.fitsNear});
-}
-
-// Starts the execution's plan, after its preamble if all have `arrived`. (runOneShot() starts none.)
-void Operations::run(TrackState& state, bool arrived) {
-  const plans::CachedPlan& cached = state.entry->cached;
-  team_.prepareStaging(state.track, static_cast<size_t>(cached.plan.stagingBytes),
-                       cached.putsStaging);
-  channels_.open(state.track, cached);
-  const Operation& first = state.operations.front();
-  plans::Binding& binding = bind(state, first.request, first.fingerprint);
-  binding.output = calls::Buffer(state.output);
-  const auto buffers = buffersOf(state.shape, membership_.me(), membership_.size());
-  binding.input = calls::Buffer(buffers.inPlace ? state.output : state.input);
-  if (state.shape.shared) bindMates(state, binding);
-  state.executor.start(cached, arrived);
-}
-
-// Fills in what does not depend on buffers. The caller adds input and output.
-plans::Binding& Operations::bind(TrackState& state, const calls::Request& request,
-                                 const transport::CallFingerprint& call) const {
-  plans::Binding& binding = state.executor.binding();
-  binding.type = request.type;
-  binding.op = request.op;
-  binding.scale.factor = request.factor;
-  binding.scale.divisor = membership_.size();
-  binding.fingerprint = call;
-  binding.residual = request.residual.get();
-  binding.mateOutputs.clear();
-  binding.mateInputs.clear();
-  return binding;
-}
-
-void Operations::bindMates(TrackState& state, plans::Binding& binding) const {
-  const plan::Topology& topology = membership_.topology;
-  const auto mine = [](const calls::Pieces& pieces) {
-    return pieces.empty() ? nullptr : pieces.front().data();
-  };
-  for (int local = 0; local < topology.teamSize(); ++local) {
-    const auto buffers = buffersOf(state.shape, topology.team()[local], membership_.size());
-    const bool isMe = local == topology.myLocal();
-    std::byte* output =
-        isMe ? mine(state.output) : team_.outputOf(state.track, local, buffers.outputBytes);
-    std::byte* input = output;
-    if (!buffers.inPlace) {
-      input = isMe ? mine(state.input) : team_.inputOf(state.track, local, buffers.inputBytes);
-    }
-    binding.mateOutputs.push_back(output);
-    binding.mateInputs.push_back(input);
-  }
-}
-
 // --- watched ----------------------------------------------------------------------------------------------
 
 void Operations::appendOpen(std::vector<calls::CompletionPtr>& open) const {
   for (const auto& state : tracks_) {
-    if (state->phase == Phase::Idle) continue;
+    if (state->phase == Idle) continue;
     for (const Operation& operation : state->operations) open.push_back(operation.completion);
   }
   for (const Operation& operation : pending_) open.push_back(operation.completion);
 }
 
 bool Operations::idle() const {
-  return pending_.empty() && std::all_of(tracks_.begin(), tracks_.end(), [](const auto& state) {
-           return state->phase == Phase::Idle;
-         });
+  return pending_.empty() && std::all_of(tracks_.begin(), tracks_.end(),
+                                         [](const auto& state) { return state->phase == Idle; });
 }
 
 std::optional<uint64_t> Operations::oldest() const {
   std::optional<uint64_t> oldest;
   if (!pending_.empty()) oldest = pending_.front().sequence;
   for (const auto& state : tracks_) {
-    if (state->phase == Phase::Idle) continue;
+    if (state->phase == Idle) continue;
     const uint64_t sequence = state->operations.front().sequence;
     oldest = std::min(oldest.value_or(sequence), sequence);
   }
@@ -483,16 +364,16 @@ std::optional<uint64_t> Operations::oldest() const {
 std::vector<calls::InFlight> Operations::inFlight() {
   std::vector<calls::InFlight> all;
   for (const auto& state : tracks_) {
-    if (state->phase != Phase::Idle) all.push_back(inFlightOf(*state));
+    if (state->phase != Idle) all.push_back(state->inFlight());
   }
   // An operation in the queue waits for those before it, and its deadline may be earlier than theirs.
-  if (TrackState* oldest = oldestInFlight()) {
+  if (Execution* oldest = oldestInFlight()) {
     const auto expired =
         std::ranges::find_if(pending_, [now = process_.clock().now()](const Operation& operation) {
           return operation.deadline.at <= now;
         });
     if (expired != pending_.end()) {
-      all.push_back(inFlightOf(*oldest));
+      all.push_back(oldest->inFlight());
       all.back().expired = expired->request.timeout;
     }
   }
@@ -505,39 +386,12 @@ std::optional<calls::InFlight> Operations::inFlightOf(const calls::Completion& c
   };
   for (const auto& state : tracks_) {
     const auto& operations = state->operations;
-    if (std::any_of(operations.begin(), operations.end(), is)) return inFlightOf(*state);
+    if (std::any_of(operations.begin(), operations.end(), is)) return state->inFlight();
   }
   // An operation in the queue waits for those that run.
   if (std::none_of(pending_.begin(), pending_.end(), is)) return std::nullopt;
-  TrackState* oldest = oldestInFlight();
-  return inFlightOf(oldest != nullptr ? *oldest : nextTrack());
-}
-
-calls::InFlight Operations::inFlightOf(const TrackState& state) const {
-  plans::BlockedStep blocked;
-  if (state.phase == Phase::Arrived) {
-    blocked.where = "at the arrival";
-    blocked.awaited = team_.absent(state.track);
-  } else if (state.phase != Phase::Idle) {
-    blocked = state.executor.blockedStep();
-  }
-  calls::InFlight at;
-  at.wait = fmt::format("{} for rank{} {}", blocked.where, blocked.awaited.size() == 1 ? "" : "s",
-                        membership_.listOf(blocked.awaited));
-  at.awaited = std::move(blocked.awaited);
-  at.exchanged = blocked.exchanged;
-  at.toExchange = blocked.toExchange;
-  if (state.phase != Phase::Idle) at.usual = state.entry->recent.median();
-  for (const Operation& operation : state.operations) {
-    if (at.sequence == 0) {
-      at.sequence = operation.sequence;
-      at.fingerprint = operation.fingerprint;
-    }
-    if (!at.expired && operation.deadline.passed(process_.clock())) {
-      at.expired = operation.request.timeout;
-    }
-  }
-  return at;
+  Execution* oldest = oldestInFlight();
+  return (oldest != nullptr ? *oldest : nextTrack()).inFlight();
 }
 
 void Operations::endWith(Operation& operation, const calls::Break& broken) {
@@ -550,16 +404,24 @@ void Operations::endWith(Operation& operation, const calls::Break& broken) {
   ended_.finish(*operation.completion, membership_.failed(what, broken.cause));
 }
 
+bool Operations::isConcerned(Execution& state) {
+  return !state.operations.empty() && sentinel_.endOf(state.operations.front().sequence) != nullptr;
+}
+
+void Operations::end(Execution& state) {
+  const calls::Break& broken = *sentinel_.endOf(state.operations.front().sequence);
+  for (Operation& operation : state.operations) endWith(operation, broken);
+  state.operations.clear();
+}
+
+void Operations::abandon(Execution& state) {
+  state.executor.abandon();
+  end(state);
+}
+
 void Operations::endBroken(const calls::Break& broken) {
   process_.ownership().assertOwned();
-  for (auto& state : tracks_) {
-    auto& operations = state->operations;
-    if (operations.empty() || !broken.concerns(operations.front().sequence)) continue;
-    if (state->phase == Phase::Running) state->executor.abandon();
-    for (Operation& operation : operations) endWith(operation, broken);
-    operations.clear();
-    state->phase = Phase::Idle;
-  }
+  for (auto& state : tracks_) step(Break, *state);
   while (!pending_.empty() && broken.concerns(pending_.back().sequence)) {
     endWith(pending_.back(), broken);
     pending_.pop_back();

@@ -22,6 +22,7 @@
 #include "engine/calls/request.h"
 #include "engine/health/sentinel.h"
 #include "engine/observe/metrics.h"
+#include "engine/operations/execution.h"
 #include "engine/plans/channels.h"
 #include "engine/plans/executor.h"
 #include "engine/plans/plan_cache.h"
@@ -57,94 +58,50 @@ class Operations final : public calls::Watched {
   bool advance() override;
 
  private:
-  struct Operation {
-    calls::Request request;
-    calls::CompletionPtr completion;
-    Deadline deadline;
-    uint64_t sequence = 0;
-    transport::CallFingerprint fingerprint;
-    Nanoseconds submittedAt = 0;  // 0: it is not counted
-    calls::Footprint footprint{request.input, request.output};
-  };
-  // See kTransitions.
-  enum class Phase { Idle, Taken, Arrived, Preamble, Running };
-  // A track, and the execution that runs on it, if one does.
-  struct TrackState {
-    TrackState(const Ownership& ownership, const team::Membership& membership, team::Team& team,
-               int64_t index)
-        : track(team.makeTrack(index)), executor(ownership, membership, track, team.bell()) {}
-    TrackState(const TrackState&) = delete;
-    TrackState& operator=(const TrackState&) = delete;
-
-    team::Track track;
-    plans::Executor executor;
-    Phase phase = Phase::Idle;
-    Nanoseconds beganAt = 0;
-    // What metrics say of the execution, and since when it waits for what it does not wait for yet; 0: it does not.
-    observe::Waited waited;
-    Nanoseconds waitsSince = 0;
-    std::vector<Operation> operations;  // several when fused
-    collectives::Shape shape;           // of all of them together
-    calls::Pieces input, output;
-    plans::PlanCache::Held entry;  // its plan; held until the next execution on this track has one
-    // Where this rank's buffers lie in communication memory. Null: they are private, or the choice of the plan does not
-    // depend on that.
-    std::optional<memory::BufferLocations> buffers;
-  };
+  template <typename Result>
+  struct Function;
   struct Transition;
   static const Transition kTransitions[];
 
-  bool advance(TrackState& state);
-  bool takeTransition(TrackState& state);
+  bool advance(Execution& state);
+  // Takes the transition of the table, if there is one.
+  bool step(Event event, Execution& state);
 
-  // Conditions of transitions.
-  bool hasNext(TrackState&);
-  bool decidesAfterArrival(TrackState& state);
-  bool allArrived(TrackState& state) { return team_.allArrived(state.track); }
-  bool isPreambleDone(TrackState& state) { return state.executor.preambleDone(); }
-  bool isDone(TrackState& state) { return state.executor.done(); }
+  // Conditions of transitions. (Others are functions of Execution.)
+  bool hasNext(Execution&);
+  bool isEndedByMate(Execution& state);
+  bool isConcerned(Execution& state);
   // Their actions.
-  void take(TrackState& state);
-  void arrive(TrackState& state);
-  void begin(TrackState& state);
-  void agree(TrackState& state);
-  void finish(TrackState& state);
+  void take(Execution& state);
+  void agree(Execution& state);
+  void finish(Execution& state);
+  void end(Execution& state);
+  void abandon(Execution& state);
 
+  // Of runOneShot(): the plan, if the fast path serves the call; and for a call that is to go on in the table.
+  const plans::PlanCache::Entry* oneShotPlan(const calls::Request& request);
+  void goOnInTable(Execution& state, Operation operation);
   // The execution in flight that began first; null if there is none.
-  TrackState* oldestInFlight();
+  Execution* oldestInFlight();
   // Where the next execution will run.
-  TrackState& nextTrack() { return *tracks_[started_ % tracks_.size()]; }
-  // Gives a new execution its number on its track.
-  void beginExecution(TrackState& state);
-  // Of an execution that cannot advance, or has ended a wait. For metrics.
-  void noteWait(TrackState& state);
-  void endWait(TrackState& state, Nanoseconds& waited);
+  Execution& nextTrack() { return *tracks_[started_ % tracks_.size()]; }
   // Counts an execution and its calls, `now` when they end. For metrics.
-  void count(const TrackState& state, Nanoseconds now);
+  void count(const Execution& state, Nanoseconds now);
   void takeFusable(std::vector<Operation>& taken);
   bool canFuse(int64_t first, int64_t together);
   static bool conflicts(const std::vector<Operation>& running, const Operation& next);
-  void combine(TrackState& state);
-  std::optional<memory::BufferLocations> locate(const TrackState& state) const;
-  void publish(TrackState& state);
-  void run(TrackState& state, bool arrived);
-  plans::Binding& bind(TrackState& state, const calls::Request& request,
-                       const transport::CallFingerprint& call) const;
-  void bindMates(TrackState& state, plans::Binding& binding) const;
   // Ends an operation with the cause of a break.
   void endWith(Operation& operation, const calls::Break& broken);
-  calls::InFlight inFlightOf(const TrackState& state) const;
 
   process::Process& process_;
   const team::Membership& membership_;
   team::Team& team_;
-  plans::Channels& channels_;
   plans::PlanCache& plans_;
   team::CallHistory& calls_;
   health::Sentinel& sentinel_;
   calls::EndedOperations& ended_;
   observe::Metrics::Group* const metrics_;  // null: nothing is counted
-  std::vector<std::unique_ptr<TrackState>> tracks_;
+  std::vector<std::unique_ptr<Execution>> tracks_;
   std::deque<Operation> pending_;
   uint64_t started_ = 0;  // executions
 };

@@ -20,8 +20,6 @@ using transport::shm::SegmentAddress;
 // Before its sockets are closed, the process reads what peers send, until nothing has come for this long; for at most
 // ten times as long in all.
 constexpr Nanoseconds kQuietTime = 20'000'000;
-// The time between two checks whether a mate is stopped.
-constexpr Nanoseconds kStoppedPeriod = 200'000'000;
 
 // The address of shared memory begins with where the slab lies; the rest is the transport's.
 SegmentAddress slabAddress(const bootstrap::Introduction& introduction) {
@@ -34,8 +32,6 @@ SegmentAddress slabAddress(const bootstrap::Introduction& introduction) {
   std::memcpy(&address, introduction.slab.data(), sizeof address);
   return address;
 }
-
-Nanoseconds hostTimeout() { return settings().hostTimeout * 1'000'000'000; }
 
 // Checked before the endpoint is made, because providers do not say why they fail.
 void requireDescriptors(size_t remotePeers) {
@@ -59,19 +55,6 @@ void requireDescriptors(size_t remotePeers) {
 
 }  // namespace
 
-bool Peer::isStopped(const Clock& clock) {
-  const Nanoseconds now = clock.now();
-  if (now - lookedAt >= kStoppedPeriod) {
-    lookedAt = now;
-    stopped = transport::shm::isStopped(*mate);
-  }
-  return stopped;
-}
-
-std::string Peer::describe(const bootstrap::Introduction& introduction) {
-  return fmt::format("pid {} on {}", introduction.pid, introduction.host);
-}
-
 void Process::Link::onControl(transport::PeerId from, transport::Bytes message) {
   const auto found = peers.find(from);
   if (found != peers.end() && owner.handler_) owner.handler_(*found->second, message);
@@ -79,10 +62,7 @@ void Process::Link::onControl(transport::PeerId from, transport::Bytes message) 
 
 void Process::Link::onPeerFailed(transport::PeerId peer, const std::string& cause) {
   const auto found = peers.find(peer);
-  if (found == peers.end()) return;
-  found->second->disconnected = cause;
-  found->second->disconnectedAt = owner.clock().now();
-  owner.checkDisconnected(*found->second);
+  if (found != peers.end()) owner.peers_.onDisconnected(*found->second, cause);
 }
 
 Process::Process(Options options, const Ownership& ownership)
@@ -91,6 +71,7 @@ Process::Process(Options options, const Ownership& ownership)
       id_(options_.id ? *options_.id : bootstrap::randomProcessId()),
       memory_(options_.slabBytes),
       doorbell_(std::make_shared<transport::shm::Doorbell>(memory_.slab)),
+      peers_(ownership, *options_.clock),
       local_(std::make_unique<Link>(
           *this, std::make_unique<transport::shm::ShmTransport>(memory_.slab))) {}
 
@@ -109,7 +90,7 @@ Process::~Process() {
       }
     }
   }
-  if (lifeline_) lifeline_->leave();
+  peers_.leave();
 }
 
 // Unique because the process id is random. Multiplied by this odd number, the count of groups changes all bits.
@@ -126,7 +107,7 @@ bootstrap::Introduction Process::introduce(std::vector<std::byte> group) {
   if (!options_.nodeName.empty()) mine.nodeName = options_.nodeName;
   mine.slab = local_->transport->address();
   if (fabric_) mine.fabric = fabric_->transport->address();
-  if (lifeline_) mine.lifeline = lifeline_->address();
+  mine.lifeline = peers_.lifelineAddress();
   mine.nodeAgreement = nodeAgreement_;
   mine.group = std::move(group);
   return mine;
@@ -160,12 +141,12 @@ void Process::openFabric(size_t remotePeers, const std::string& host) {
   if (options_.lifelines) {
     bootstrap::Lifeline::Options options;
     options.seal = Seal(settings().jobToken.text);
-    options.hostTimeout = hostTimeout();
+    options.hostTimeout = settings().hostTimeout * 1'000'000'000;
     lifeline = std::make_unique<bootstrap::Lifeline>(id_, host, options);
   }
   fabric_ = std::make_unique<Link>(
       *this, options_.fabric ? options_.fabric() : transport::network::open(host));
-  lifeline_ = std::move(lifeline);
+  peers_.watch(std::move(lifeline));
   SMDDP_LOG(Info, "transport", "{}", describeFabric());
 }
 
@@ -176,7 +157,7 @@ std::string Process::describeFabric() const {
 
 Peer& Process::meet(const bootstrap::Introduction& other, bool sharesNode) {
   ownership_.assertOwned();
-  if (const auto known = peers_.find(other.processId); known != peers_.end()) return *known->second;
+  if (Peer* known = peers_.find(other.processId)) return *known;
   auto peer = std::make_unique<Peer>();
   peer->introduction = other;
   const std::string name = peer->describe();
@@ -188,14 +169,12 @@ Peer& Process::meet(const bootstrap::Introduction& other, bool sharesNode) {
     const MutexLock lock(mapMutex_);
     peer->mate = mapped_[other.processId];
     peer->memory = std::make_unique<transport::shm::MateMemory>(peer->mate);
-    matePages_.push_back(&peer->mate->page());
   }
   Link& link = linkOf(*peer);
   peer->id = link.transport->connect(sharesNode ? other.slab : other.fabric, name);
   peer->table = &link.table;
-  if (!sharesNode && lifeline_) lifeline_->connect(other.lifeline, name);
   link.peers[peer->id] = peer.get();
-  return *(peers_[other.processId] = std::move(peer));
+  return peers_.add(std::move(peer));
 }
 
 transport::RemoteKey Process::registerMemory(const Peer& peer, std::span<std::byte> memory) {
@@ -225,93 +204,6 @@ void Process::removeDeviceSource(std::span<std::byte> memory) {
 size_t Process::poll() {
   ownership_.assertOwned();
   return local_->table.poll() + (fabric_ ? fabric_->table.poll() : 0);
-}
-
-bool Process::isAllDelivered() const {
-  ownership_.assertOwned();
-  return std::all_of(peers_.begin(), peers_.end(), [](const auto& entry) {
-    const Peer& peer = *entry.second;
-    return peer.mate || peer.lost || peer.table->isDelivered(peer.id);
-  });
-}
-
-void Process::checkPeers() {
-  ownership_.assertOwned();
-  if (lifeline_) {
-    lifeline_->poll([&](const bootstrap::Lifeline::Departure& departure) {
-      ownership_.assertOwned();
-      const auto found = peers_.find(departure.process);
-      if (found == peers_.end()) return;
-      found->second->isUnreached |= !departure.wasReached && !found->second->lost;
-      lose(*found->second, !departure.orderly, departure.cause);
-    });
-  }
-  for (auto& [id, peer] : peers_) {
-    checkDisconnected(*peer);
-    // Looks also at a mate that the transport has lost, because the transport does not know whether it died.
-    if (!peer->mate || peer->died) continue;
-    const auto life = transport::shm::lifeOf(*peer->mate);
-    if (life == transport::shm::Life::Running) continue;
-    lose(*peer, life == transport::shm::Life::Died, transport::shm::describeLife(*peer->mate));
-  }
-}
-
-std::optional<Process::Unreached> Process::unreachedAmong(
-    const std::vector<bootstrap::Introduction>& introductions) const {
-  ownership_.assertOwned();
-  for (size_t rank = 0; rank < introductions.size(); ++rank) {
-    const auto found = peers_.find(introductions[rank].processId);
-    if (found == peers_.end() || !found->second->isUnreached) continue;
-    return Unreached{static_cast<Rank>(rank), found->second->lost.value_or("")};
-  }
-  return std::nullopt;
-}
-
-std::vector<Rank> Process::unconnectedAmong(
-    const std::vector<bootstrap::Introduction>& introductions) const {
-  ownership_.assertOwned();
-  std::vector<Rank> ranks;
-  for (size_t rank = 0; lifeline_ && rank < introductions.size(); ++rank) {
-    if (lifeline_->isExpected(introductions[rank].processId))
-      ranks.push_back(static_cast<Rank>(rank));
-  }
-  return ranks;
-}
-
-void Process::lose(Peer& peer, bool died, const std::string& cause) {
-  ownership_.assertOwned();
-  peer.died |= died;
-  if (peer.lost) return;
-  peer.lost = cause;
-  peer.lostAt = clock().now();
-}
-
-// A connection also ends when its peer leaves in order, so its end is no death. The lifeline tells the reason, but may be
-// seconds late: on a link that loses packets the kernel sends its bytes again, with growing pauses. If the lifeline tells
-// nothing within the host time-out, only this connection has failed. Then the peer counts as lost.
-void Process::checkDisconnected(Peer& peer) {
-  ownership_.assertOwned();
-  if (!peer.disconnected || peer.lost) return;
-  const bool lifelineMayTell = lifeline_ && !peer.mate;
-  if (lifelineMayTell && clock().now() - peer.disconnectedAt < hostTimeout()) return;
-  lose(peer, /*died=*/false, *peer.disconnected);
-}
-
-void Process::probeHost(Peer& peer) {
-  ownership_.assertOwned();
-  if (lifeline_ && lifeline_->probe(peer.introduction.processId)) peer.isHostSilent = true;
-}
-
-void Process::giveUp(Peer& peer, const std::string& cause) {
-  ownership_.assertOwned();
-  peer.isHostSilent = true;
-  if (lifeline_) lifeline_->giveUp(peer.introduction.processId, cause);
-}
-
-std::optional<bootstrap::Silence> Process::silenceOf(const Peer& peer) const {
-  ownership_.assertOwned();
-  if (!lifeline_) return std::nullopt;
-  return lifeline_->silenceOf(peer.introduction.processId);
 }
 
 void Process::sleep(Nanoseconds timeout, bool network) {

@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "bootstrap/introduction.h"
-#include "bootstrap/lifeline.h"
 #include "common/clock.h"
 #include "common/mutex.h"
 #include "common/ownership.h"
@@ -24,47 +23,15 @@
 #include "engine/memory/window_pool.h"
 #include "engine/observe/metrics.h"
 #include "engine/observe/status_board.h"
+#include "engine/process/peers.h"
 #include "transport/channel_table.h"
 #include "transport/shm/comm_memory.h"
 #include "transport/shm/doorbell.h"
-#include "transport/shm/liveness.h"
 #include "transport/shm/shm_transport.h"
 #include "transport/shm/slab.h"
 #include "transport/transport.h"
 
 namespace smddp::engine::process {
-
-using bootstrap::ProcessId;
-
-// Another process, as this one knows it.
-struct Peer {
-  bootstrap::Introduction introduction;
-  // Set when it shares memory with us.
-  std::shared_ptr<transport::shm::Mate> mate;
-  std::unique_ptr<transport::shm::MateMemory> memory;
-  // How control messages and channels reach it; of the shared-memory or of the fabric transport.
-  transport::PeerId id = -1;
-  transport::ChannelTable* table = nullptr;
-  // Why no further message will come from it, once known.
-  std::optional<std::string> lost;
-  bool died = false;          // lost without having left in order
-  bool isUnreached = false;   // the reason why it is lost: there never was a connection to it
-  bool isHostSilent = false;  // the reason why it is lost
-  Nanoseconds lostAt = 0;
-  // Why the transport has lost it, and when. The lifeline says what that means, and may do so later.
-  std::optional<std::string> disconnected;
-  Nanoseconds disconnectedAt = 0;
-  // Valid for mates, see isStopped(); as of `lookedAt`.
-  bool stopped = false;
-  Nanoseconds lookedAt = 0;
-
-  // Whether the process of this mate is stopped by a signal or a debugger. Looks a few times a second.
-  bool isStopped(const Clock& clock);
-
-  // "pid 40122 on ip-10-0-1-7"
-  static std::string describe(const bootstrap::Introduction& introduction);
-  std::string describe() const { return describe(introduction); }
-};
 
 // Memory that the process shares with the others of its node, and what hands out parts of it. Each part is thread-safe,
 // and may be kept beyond the end of the process object.
@@ -113,6 +80,7 @@ class Process {
   // A number that no group of any process has had before.
   uint64_t newGroupId();
   const NodeMemory& memory() const { return memory_; }
+  Peers& peers() { return peers_; }
   const std::shared_ptr<transport::shm::Doorbell>& doorbell() { return doorbell_; }
   observe::StatusBoard& status() { return status_; }
   // Null: nothing is counted.
@@ -157,46 +125,9 @@ class Process {
     ownership_.assertOwned();
     return std::exchange(failure_, {});
   }
-  // Whether the hosts of all remote peers that are not gone have what was sent to them.
-  bool isAllDelivered() const;
-  // Looks for peers that are gone. Too slow for the fast path.
-  void checkPeers();
-  // A rank waits for this remote peer: probes its host. checkPeers() then finds a host that does not answer.
-  void probeHost(Peer& peer);
-  // Counts a remote peer as lost because its host is silent, and sends it a notice, which it may not receive.
-  void giveUp(Peer& peer, const std::string& cause);
-  // What the probes have found; nothing without lifelines.
-  std::optional<bootstrap::Silence> silenceOf(const Peer& peer) const;
-  // The first of these processes that was given up because no connection to it could be made, and why.
-  struct Unreached {
-    Rank rank;
-    std::string cause;
-  };
-  std::optional<Unreached> unreachedAmong(
-      const std::vector<bootstrap::Introduction>& introductions) const;
-  // Those of these processes to which there is no lifeline yet, and that are not known to be gone. checkPeers() works on
-  // that.
-  std::vector<Rank> unconnectedAmong(
-      const std::vector<bootstrap::Introduction>& introductions) const;
-  // Readable when checkPeers() has something to do for lifelines; negative without lifelines.
-  int lifelineDescriptor() const {
-    ownership_.assertOwned();
-    return lifeline_ ? lifeline_->descriptor() : -1;
-  }
   // Sleeps until a mate rings, until `timeout` is over, or, with `network`, until the network has something. The caller
   // has called prepare() of the doorbell and looked once more.
   void sleep(Nanoseconds timeout, bool network);
-  // Of the processes that share memory with us.
-  std::span<const transport::shm::ProcessPage* const> matePages() const {
-    ownership_.assertOwned();
-    return matePages_;
-  }
-
-  // In the child of a fork that found the engine at a stop.
-  void closeInChild() noexcept SMDDP_NO_THREAD_ANALYSIS {
-    if (lifeline_) lifeline_->closeInChild();
-  }
-
   // One line about what was chosen between nodes; empty on a single node.
   std::string describeFabric() const;
 
@@ -214,8 +145,6 @@ class Process {
     std::map<transport::PeerId, Peer*> peers;
   };
 
-  void lose(Peer& peer, bool died, const std::string& cause);
-  void checkDisconnected(Peer& peer);
   Link& linkOf(const Peer& peer) SMDDP_REQUIRES(ownership_) {
     return peer.mate ? *local_ : *fabric_;
   }
@@ -229,17 +158,14 @@ class Process {
   uint64_t nodeAgreement_ SMDDP_GUARDED_BY(ownership_) = 0;
   const NodeMemory memory_;
   observe::StatusBoard status_;
-  // Kept mapped by peers_.
-  std::vector<const transport::shm::ProcessPage*> matePages_ SMDDP_GUARDED_BY(ownership_);
   // Shared with threads that ring it while the process object ends.
   const std::shared_ptr<transport::shm::Doorbell> doorbell_;
   ControlHandler handler_;
-  std::map<ProcessId, std::unique_ptr<Peer>> peers_ SMDDP_GUARDED_BY(ownership_);
+  Peers peers_;
   Mutex mapMutex_;
   std::map<ProcessId, std::shared_ptr<transport::shm::Mate>> mapped_ SMDDP_GUARDED_BY(mapMutex_);
   std::unique_ptr<Link> local_;
   std::unique_ptr<Link> fabric_ SMDDP_GUARDED_BY(ownership_);
-  std::unique_ptr<bootstrap::Lifeline> lifeline_ SMDDP_GUARDED_BY(ownership_);
 };
 
 }  // namespace smddp::engine::process

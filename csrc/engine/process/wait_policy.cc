@@ -28,7 +28,8 @@ bool WaitPolicy::IdleWait::spin() {
 
 bool WaitPolicy::IdleWait::yield() {
   const Clock& clock = policy_.process_.clock();
-  if (round_ == kSpins) policy_.placement_.moveApart(policy_.process_.matePages(), clock.now());
+  if (round_ == kSpins)
+    policy_.placement_.moveApart(policy_.process_.peers().matePages(), clock.now());
   ++round_;
   const Nanoseconds begun = clock.now();
   if (yieldUntil_ == 0) yieldUntil_ = begun + yieldFor_;

@@ -126,7 +126,7 @@ void ForkHold::afterForkInParent() {
 }
 
 void ForkHold::afterForkInChild() noexcept {
-  if (isOwner_ || pause_) process_.closeInChild();
+  if (isOwner_ || pause_) process_.peers().closeInChild();
 }
 
 }  // namespace smddp::engine::progress

@@ -54,7 +54,7 @@ void Progress::leaveForOwner(Inbox::Action action) {
 }
 
 // Each action by itself: after one that throws, the others still run, and so does the owner. The groups that have
-// something in flight break (fail()).
+// something in flight break.
 void Progress::drainInbox() {
   while (!inbox_.empty()) {
     for (const auto& action : inbox_.take()) guarded(action);
@@ -139,11 +139,6 @@ bool Progress::runTurn() {
 
 void Progress::checkHealth() {
   groups_.checkHealth();
-  collectLeftovers();
-}
-
-void Progress::fail(const Error& error) {
-  groups_.failActive(error);
   collectLeftovers();
 }
 

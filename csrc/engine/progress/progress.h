@@ -108,7 +108,6 @@ class Progress {
   void checkHealth() SMDDP_REQUIRES(ownership_);
   // Whether the owner must let go because of them. If nothing else is to be done now, also because of little memory.
   bool mustLetGo(bool advanced) const SMDDP_REQUIRES(ownership_);
-  void fail(const Error& error) SMDDP_REQUIRES(ownership_);
   // What `action` throws ends what is in flight: an owner that threw past letGo() would leave everybody waiting.
   template <typename Action>
   void guarded(const Action& action) SMDDP_REQUIRES(ownership_);
@@ -162,13 +161,17 @@ bool Progress::tryRun(const Action& action) {
 
 template <typename Action>
 void Progress::guarded(const Action& action) {
+  std::optional<Error> failure;
   try {
     action();
   } catch (const Error& error) {
-    fail(error);
+    failure = error;
   } catch (const std::exception& error) {
-    fail(Error(ErrorKind::Internal, error.what()));
+    failure = Error(ErrorKind::Internal, error.what());
   }
+  if (!failure) return;
+  groups_.failActive(*failure);
+  collectLeftovers();
 }
 
 }  // namespace smddp::engine::progress

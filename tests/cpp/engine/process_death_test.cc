@@ -82,8 +82,8 @@ void runChild(int socket, Rank me, const std::vector<std::string>& nodes, bool d
   // As in createGroup(): no rank dies, or computes, before the others can detect its death.
   for (bool settled = false; !settled;) {
     engine.progress().call([&] {
-      engine.process().checkPeers();
-      settled = engine.process().unconnectedAmong(introductions).empty();
+      engine.process().peers().check();
+      settled = engine.process().peers().unconnectedAmong(introductions).empty();
     });
   }
 
