@@ -17,8 +17,8 @@ namespace {
 
 using collectives::Collective;
 
-Request allreduce(std::vector<float>& vector, bool willWait) {
-  Request request;
+calls::Request allreduce(std::vector<float>& vector, bool willWait) {
+  calls::Request request;
   request.collective = Collective::AllReduce;
   request.type = DataType::float32;
   request.bytes = static_cast<int64_t>(vector.size() * sizeof(float));
@@ -32,7 +32,7 @@ Request allreduce(std::vector<float>& vector, bool willWait) {
 void handOverToNobody(benchmark::State& state) {
   test::runRanks({1}, [&](test::RankContext& rank) {
     int calls = 0;
-    for (auto _ : state) rank.engine.call([&] { ++calls; });
+    for (auto _ : state) rank.engine.progress().call([&] { ++calls; });
     benchmark::DoNotOptimize(calls);
   });
 }
@@ -55,9 +55,9 @@ void contended(benchmark::State& state) {
   test::runRanks({1}, [&](test::RankContext& rank) {
     std::atomic<bool> stop{false};
     std::thread rival([&] {
-      while (!stop.load(std::memory_order_relaxed)) rank.engine.call([] {});
+      while (!stop.load(std::memory_order_relaxed)) rank.engine.progress().call([] {});
     });
-    for (auto _ : state) rank.engine.call([] {});
+    for (auto _ : state) rank.engine.progress().call([] {});
     stop = true;
     rival.join();
   });

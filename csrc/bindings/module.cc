@@ -12,7 +12,7 @@
 #include "bindings/random_number.h"
 #include "common/config.h"
 #include "common/control_groups.h"
-#include "engine/capabilities.h"
+#include "engine/process/capabilities.h"
 #include "engine/shared_engine.h"
 #include "process_group/call_order.h"
 #include "process_group/comm_tensors.h"
@@ -34,7 +34,7 @@ static_assert(TORCH_VERSION_MAJOR == SMDDP_TORCH_VERSION_MAJOR &&
 
 using GroupClass = py::class_<ProcessGroup, c10d::Backend, c10::intrusive_ptr<ProcessGroup>>;
 
-py::dict describeUse(const smddp::engine::AlgorithmUse& use) {
+py::dict describeUse(const smddp::engine::plans::AlgorithmUse& use) {
   return py::dict(py::arg("calls") = use.calls, py::arg("bytes") = use.bytes,
                   py::arg("memory_bytes") = use.memoryBytes,
                   py::arg("fabric_bytes") = use.fabricBytes, py::arg("zero_copy") = use.zeroCopy);
@@ -85,7 +85,7 @@ void bindProcessGroup(py::module& m) {
       // If a device is bound, new_group() calls this on ranks that are not in the new group.
       .def("perform_nocolor_split", [](ProcessGroup&, const c10::Device&) {})
       .def("statistics", [](ProcessGroup& group) {
-        std::map<std::string, smddp::engine::AlgorithmUse> uses;
+        std::map<std::string, smddp::engine::plans::AlgorithmUse> uses;
         {
           const py::gil_scoped_release release;
           uses = group.statistics();
@@ -257,9 +257,9 @@ void bindSettings(py::module& m) {
           py::arg("controller"))
       .def("available_memory", &ControlGroups::availableMemory)
       .def("available_threads", &ControlGroups::availableThreads);
-  m.def("address_for_peers", &smddp::engine::addressForPeers);
+  m.def("address_for_peers", &smddp::engine::process::addressForPeers);
   m.def("build_info", [] {
-    const auto able = smddp::engine::capabilities();
+    const auto able = smddp::engine::process::capabilities();
     return py::dict(py::arg("version") = SMDDP_VERSION, py::arg("torch") = SMDDP_TORCH_VERSION,
                     py::arg("simd") = able.simd, py::arg("no_libfabric") = able.noFabric);
   });

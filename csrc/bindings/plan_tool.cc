@@ -3,7 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "collectives/selection.h"
-#include "engine/limits.h"
+#include "engine/plans/limits.h"
 #include "plan/checker.h"
 #include "plan/print.h"
 #include "process_group/errors.h"
@@ -35,7 +35,7 @@ plan::Plan build(const std::string& collective, int64_t bytes, const Nodes& node
   shape.wire =
       collectives::encodedAs(topology, shape.collective, bytes, asked.wire.value_or(Wire::fp32));
   shape.feedback = asked.feedback && shape.wire != Wire::fp32;
-  const plan::Limits allowed = engine::limitsFromSettings();
+  const plan::Limits allowed = engine::plans::limitsFromSettings();
   const int64_t oneShot = settings().oneShotBytes;
   const auto& choice =
       algorithm.empty()
@@ -82,7 +82,7 @@ std::string checkPlan(const std::string& collective, int64_t bytes, const Nodes&
       plans.push_back(build(collective, bytes, nodes, rank, root, shared, algorithm, wire));
     }
     const std::vector<plan::Execution> three(3, execution(collective, bytes, root, plans));
-    const plan::Verdict verdict = plan::check(nodes, engine::limitsFromSettings(), three);
+    const plan::Verdict verdict = plan::check(nodes, engine::plans::limitsFromSettings(), three);
     return verdict.ok() ? std::string() : verdict.problem;
   });
 }

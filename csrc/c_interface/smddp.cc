@@ -14,10 +14,11 @@
 #include <utility>
 #include <vector>
 
+#include "bootstrap/rendezvous.h"
 #include "common/config.h"
 #include "common/interrupt.h"
 #include "common/log.h"
-#include "engine/capabilities.h"
+#include "engine/process/capabilities.h"
 #include "engine/shared_engine.h"
 #include "engine/split.h"
 #include "engine/wire_choice.h"
@@ -40,14 +41,14 @@ struct smddp_group {
   ~smddp_group();
 
   std::shared_ptr<Engine> engine;
-  std::shared_ptr<engine::Group> group;
+  std::shared_ptr<engine::groups::Group> group;
   Nanoseconds timeout = 0;
 };
 
 struct smddp_operation {
   std::shared_ptr<Engine> engine;
-  std::shared_ptr<engine::Group> group;
-  engine::CompletionPtr completion;
+  std::shared_ptr<engine::groups::Group> group;
+  engine::calls::CompletionPtr completion;
 };
 
 namespace {
@@ -136,31 +137,31 @@ std::shared_ptr<void> hold(void (*release)(void*), void* held) {
   return {held, [release](void* memory) { release(memory); }};
 }
 
-engine::Pieces pieces(const void* memory, int64_t bytes) {
+engine::calls::Pieces pieces(const void* memory, int64_t bytes) {
   if (bytes == 0) return {};
   auto* first = const_cast<std::byte*>(static_cast<const std::byte*>(memory));
-  return {engine::Piece(std::span(first, static_cast<size_t>(bytes)))};
+  return {engine::calls::Piece(std::span(first, static_cast<size_t>(bytes)))};
 }
 
 // "SUM, PRODUCT"
 std::string operationsOf(smddp::DataType type) {
   std::string names;
   for (size_t op = 0; op < kOps.size(); ++op) {
-    if (!engine::canReduce(type, static_cast<smddp::ReduceOp>(op))) continue;
+    if (!engine::process::canReduce(type, static_cast<smddp::ReduceOp>(op))) continue;
     names += std::string(names.empty() ? "" : ", ") + kOps[op];
   }
   return names;
 }
 
 // Throws Usage. `input` is copied to the output where the engine works in place there.
-engine::Request requestOf(const smddp_group& group, const smddp_arguments& arguments) {
+engine::calls::Request requestOf(const smddp_group& group, const smddp_arguments& arguments) {
   require(arguments.collective >= 0 && arguments.collective < collectives::kNumCollectives,
           "there is no such collective");
   require(arguments.type >= 0 && arguments.type < smddp::kNumDataTypes, "there is no such type");
   require(arguments.op >= 0 && arguments.op < smddp::kNumReduceOps, "there is no such operation");
   require(arguments.count >= 0, "the number of elements is negative");
-  const auto& spec = group.group->spec();
-  engine::Request request;
+  const auto& spec = group.group->spec;
+  engine::calls::Request request;
   request.collective = static_cast<collectives::Collective>(arguments.collective);
   request.timeout = timeoutOf(group, arguments.timeout);
   if (arguments.collective == SMDDP_BARRIER) return request;
@@ -172,7 +173,7 @@ engine::Request requestOf(const smddp_group& group, const smddp_arguments& argum
     request.type = static_cast<smddp::DataType>(arguments.type);
     request.op = static_cast<smddp::ReduceOp>(arguments.op);
     request.factor = arguments.factor;
-    if (!engine::canReduce(request.type, request.op)) {
+    if (!engine::process::canReduce(request.type, request.op)) {
       raise(ErrorKind::Usage, "{} of {} is not supported; {} has {}",
             kOps[static_cast<size_t>(arguments.op)], toString(request.type), toString(request.type),
             operationsOf(request.type));
@@ -205,7 +206,7 @@ engine::Request requestOf(const smddp_group& group, const smddp_arguments& argum
   return request;
 }
 
-smddp_status outcomeOf(const engine::Completion& completion) {
+smddp_status outcomeOf(const engine::calls::Completion& completion) {
   return completion.error() ? statusOf(*completion.error()) : SMDDP_OK;
 }
 
@@ -219,13 +220,13 @@ smddp_status beginMessage(smddp_group* group, const smddp_message* given, bool i
     require(given, "an argument is null");
     auto memory = hold(given->release, given->held);
     require(group && operation, "an argument is null");
-    const int size = group->group->spec().size;
-    const bool isAny = !isSend && given->peer == engine::kAnySource;
+    const int size = group->group->spec.size;
+    const bool isAny = !isSend && given->peer == engine::calls::kAnySource;
     require(isAny || (given->peer >= 0 && given->peer < size), "the peer is no rank of the group");
-    require(given->peer != group->group->spec().me, "a rank cannot send to itself");
+    require(given->peer != group->group->spec.me, "a rank cannot send to itself");
     require(given->tag >= 0, "the tag is negative");
     require(given->bytes >= 0 && (given->bytes == 0 || given->memory), "the memory is null");
-    engine::Message message;
+    engine::calls::Message message;
     message.send = isSend;
     message.peer = given->peer;
     message.tag = given->tag;
@@ -245,7 +246,7 @@ std::atomic<int (*)()> interruptCheck{nullptr};
 constexpr Nanoseconds kLinger = 2'000'000'000;
 
 void waitForAll(smddp_group& group) {
-  engine::Request request;  // a barrier
+  engine::calls::Request request;  // a barrier
   request.timeout = group.timeout;
   group.engine->run(*group.group, std::move(request));
 }
@@ -254,7 +255,7 @@ void waitForAll(smddp_group& group) {
 void meet(smddp_group& joined, const char* host, uint16_t port, Rank me, int size) {
   smddp::store::Client store(host, port, joined.timeout);
   smddp::setLogRank(me);
-  const engine::Group::Spec spec{"c_interface", me, size, {}};
+  const engine::groups::GroupSpec spec{"c_interface", me, size, {}};
   try {
     joined.engine = engine::sharedEngine();
   } catch (const Error& error) {
@@ -324,7 +325,7 @@ smddp_status smddp_split(smddp_group* parent, const int* ranks, int count, smddp
   return translated([&] {
     require(parent && group && count >= 0 && (ranks || count == 0), "an argument is null");
     const std::vector<Rank> members(ranks, ranks + count);
-    const auto& spec = parent->group->spec();
+    const auto& spec = parent->group->spec;
     for (const Rank member : members) {
       if (member < 0 || member >= spec.size) {
         raise(ErrorKind::Usage, "{} is no rank of a group of {}", member, spec.size);
@@ -349,9 +350,9 @@ smddp_status smddp_split(smddp_group* parent, const int* ranks, int count, smddp
   });
 }
 
-int smddp_rank(const smddp_group* group) { return isGiven(group) ? group->group->spec().me : -1; }
+int smddp_rank(const smddp_group* group) { return isGiven(group) ? group->group->spec.me : -1; }
 
-int smddp_size(const smddp_group* group) { return isGiven(group) ? group->group->spec().size : -1; }
+int smddp_size(const smddp_group* group) { return isGiven(group) ? group->group->spec.size : -1; }
 
 smddp_status smddp_leave(smddp_group* group) {
   if (!group) return SMDDP_OK;
@@ -370,7 +371,7 @@ smddp_status smddp_leave(smddp_group* group) {
 smddp_status smddp_abort(smddp_group* group, const char* reason) {
   return translated([&] {
     require(group && reason, "an argument is null");
-    group->engine->abort(*group->group, reason);
+    group->engine->fail(*group->group, Error(ErrorKind::Aborted, reason));
     return SMDDP_OK;
   });
 }
@@ -424,7 +425,7 @@ void smddp_then(smddp_operation* operation, void (*action)(void* argument), void
       return SMDDP_OK;
     }
     operation->completion->then([engine = operation->engine, action, argument] {
-      engine->runCallback([action, argument] { action(argument); });
+      engine->progress().runBlocking([action, argument] { action(argument); });
     });
     return SMDDP_OK;
   });
@@ -439,7 +440,7 @@ void smddp_free(smddp_operation* operation) { delete operation; }
 smddp_status smddp_run(smddp_group* group, const smddp_arguments* arguments) {
   return translated([&] {
     require(arguments, "an argument is null");
-    engine::Request request;
+    engine::calls::Request request;
     try {
       require(group, "an argument is null");
       request = requestOf(*group, *arguments);
@@ -453,7 +454,7 @@ smddp_status smddp_run(smddp_group* group, const smddp_arguments* arguments) {
         group->engine->keep(*group->group, std::move(memory));
       }
     };
-    engine::CompletionPtr completion;
+    engine::calls::CompletionPtr completion;
     try {
       completion = group->engine->submit(*group->group, std::move(request));
     } catch (...) {

@@ -30,7 +30,7 @@ struct Allowed {
 };
 // More than the memory of any machine; sums of several such sizes still fit into their type.
 inline constexpr int64_t kMostBytes = int64_t{1} << 40;
-// Operations and messages are identified by numbers of 8 and of 15 bits (asserted in engine/channels.cc).
+// Operations and messages are identified by numbers of 8 and of 15 bits (asserted in engine/plans/channels.cc).
 inline constexpr int64_t kMostInFlight = 254;
 inline constexpr int64_t kMostWindow = 1 << 8;
 

@@ -1,11 +1,7 @@
 // The engine of a process: makes groups, takes operations, and waits for them.
 //
-// A façade over these parts:
-//   GroupRegistry    the groups, and which of them have something in flight
-//   Progress         which thread runs what is in flight: callers that wait, and the progress thread
-//   WaitPolicy       how threads wait
-//   ForkHold         what happens around a fork
-//   MetricsWriter    the files of SMDDP_METRICS
+// Its functions concern a group and how calls of it are run. What a group does is in its parts (group.h); which thread
+// runs what is in Progress.
 //
 // Threads: all public functions from any thread. Callers, the progress thread and continuations take turns as the
 // engine's owner: docs/threads.md.
@@ -19,26 +15,25 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <utility>
 #include <vector>
 
-#include "bootstrap/rendezvous.h"
 #include "bootstrap/store.h"
 #include "common/ownership.h"
-#include "engine/fork_hold.h"
-#include "engine/group.h"
-#include "engine/group_registry.h"
-#include "engine/metrics_writer.h"
-#include "engine/process.h"
-#include "engine/progress.h"
+#include "engine/groups/group.h"
+#include "engine/groups/group_registry.h"
+#include "engine/groups/meeting.h"
+#include "engine/observe/metrics_writer.h"
+#include "engine/process/process.h"
+#include "engine/progress/fork_hold.h"
+#include "engine/progress/progress.h"
 
 namespace smddp::engine {
 
 class Engine {
  public:
   struct Options {
-    Process::Options process;
-    // Without it the engine runs only in runTurn() and in callers that wait: for the simulator's tests.
+    process::Process::Options process;
+    // Without it the engine runs only in Progress::runTurn() and in callers that wait: for the simulator's tests.
     bool progressThread = true;
   };
   explicit Engine(const Options& options);
@@ -49,70 +44,63 @@ class Engine {
   // Where this process has met the members of a new group before: `parent` has all of them, and `ranks` are their
   // numbers there, in the order of the new group.
   struct KnownMembers {
-    std::shared_ptr<Group> parent;
+    std::shared_ptr<groups::Group> parent;
     std::vector<Rank> ranks;
   };
-  // Meets the other ranks in the store. Throws Timeout, Mismatch, Transport, Resource; PeerLost if a known
-  // member that has not come yet is lost.
-  std::shared_ptr<Group> createGroup(bootstrap::Store& store, const Group::Spec& spec,
-                                     Nanoseconds timeout, const KnownMembers& known = {});
-  // The same in two halves. Between them the caller exchanges the introductions itself (split.h).
-  std::pair<std::shared_ptr<Group>, bootstrap::Introduction> beginGroup(const Group::Spec& spec);
-  void finishGroup(const std::shared_ptr<Group>& group,
-                   const std::vector<bootstrap::Introduction>& introductions,
-                   const std::vector<std::string>& nodeOfRank);
+  // Meets the other ranks. Returns a complete group, or throws why there is none: Usage, Resource, Timeout, Mismatch,
+  // Transport; PeerLost if a member is lost. Then the other ranks know that this one is not in the group.
+  std::shared_ptr<groups::Group> createGroup(const groups::GroupSpec& spec,
+                                             groups::Meeting& meeting);
+  // Meets them in the store.
+  std::shared_ptr<groups::Group> createGroup(bootstrap::Store& store, const groups::GroupSpec& spec,
+                                             Nanoseconds timeout, const KnownMembers& known = {});
+  // The two halves of createGroup(), for callers that bring the introductions from rank to rank themselves.
+  groups::Place reserve(const groups::GroupSpec& spec);
+  std::shared_ptr<groups::Group> join(const groups::Place& place, const groups::Members& members);
   // Called before this rank leaves. Waits until everything in flight except receives has ended, well or not, because
   // other ranks may need this one for it. Waits for `others`, too. Each operation has its deadline.
-  void waitForOpenCalls(Group& group, const std::vector<CompletionPtr>& others = {});
+  void waitForOpenCalls(groups::Group& group, const std::vector<calls::CompletionPtr>& others = {});
   // Idempotent. What is in flight ends with Aborted.
-  void destroyGroup(const std::shared_ptr<Group>& group);
+  void destroyGroup(const std::shared_ptr<groups::Group>& group);
 
   // Takes an operation. With Request::willWait it returns when the operation has ended, well or not; else at once.
-  CompletionPtr submit(Group& group, Request request);
-  CompletionPtr submit(Group& group, Message message);
+  calls::CompletionPtr submit(groups::Group& group, calls::Request request);
+  calls::CompletionPtr submit(groups::Group& group, calls::Message message);
   // submit() and wait() in one. Throws the operation's error.
-  void run(Group& group, Request request);
+  void run(groups::Group& group, calls::Request request);
   // The same as submit() without running anything: for threads that must not run continuations. The group has to live
   // until the operation has ended.
-  void enqueue(Group& group, Request request, CompletionPtr completion);
-  void enqueue(Group& group, Message message, CompletionPtr completion);
+  void enqueue(groups::Group& group, calls::Request request, calls::CompletionPtr completion);
+  void enqueue(groups::Group& group, calls::Message message, calls::CompletionPtr completion);
   // Waits until the operation has ended, well or not; its own deadline ends it at the latest. An exception of
   // checkInterrupt() passes through this function and the next two. Then the group breaks with Aborted on all ranks,
   // since they wait for this one.
-  void wait(Group& group, const Completion& completion);
+  void wait(groups::Group& group, const calls::Completion& completion);
   // The same, but at most this long; false when the time is over.
-  bool waitFor(Group& group, const Completion& completion, Nanoseconds timeout);
-  // Waits until one of them has ended, or until a thread has set `interrupted` and called wakeWaiters(). Yields for
+  bool waitFor(groups::Group& group, const calls::Completion& completion, Nanoseconds timeout);
+  // Waits until one of them has ended, or until a thread has set `interrupted` and called Progress::wakeWaiters(). Yields for
   // `yieldFor` before it sleeps, instead of a fixed number of times.
-  void waitForAny(Group& group, const std::vector<CompletionPtr>& completions,
+  void waitForAny(groups::Group& group, const std::vector<calls::CompletionPtr>& completions,
                   const std::atomic<bool>& interrupted, Nanoseconds yieldFor);
   // Takes back receives for which nobody has sent anything yet. Returns those that cannot be taken back.
-  std::vector<CompletionPtr> withdraw(Group& group, std::vector<CompletionPtr> receives);
-  // Makes threads that wait look again at what they wait for.
-  void wakeWaiters();
+  std::vector<calls::CompletionPtr> withdraw(groups::Group& group,
+                                             std::vector<calls::CompletionPtr> receives);
   // A caller has waited for so long for an operation, and waits no longer: ends everything in flight on the group, on
   // all ranks, as the operation's own deadline does.
-  void expire(Group& group, const Completion& completion, Nanoseconds waited);
+  void expire(groups::Group& group, const calls::Completion& completion, Nanoseconds waited);
   // Ends everything in flight on the group, on all ranks.
-  void abort(Group& group, const std::string& reason);
-  // The same with an error that somebody above the engine has found.
-  void fail(Group& group, const Error& error);
+  void fail(groups::Group& group, const Error& error);
   // `action` runs once, with the first error that breaks the group, unless this rank leaves it before. It runs on a
   // progress thread while another one stands by: it may block, and may run until shutdown(), also after destroyGroup():
   // it has to own what it touches.
-  void onBreak(Group& group, std::function<void(const Error&)> action);
-  // Runs code of the user, such as a future's callbacks, on a progress thread while another one stands by: it may wait
-  // for anything, also for what a thread does that is in a call now. Before shutdown() returns.
-  void runCallback(std::function<void()> action);
+  void onBreak(groups::Group& group, std::function<void(const Error&)> action);
   // From now on the death of a member breaks the group within 0.25 s, although nobody here waits for it. For groups whose
   // ranks also wait for one another outside the engine, as in NCCL.
-  void watchMembers(Group& group);
+  void watchMembers(groups::Group& group);
   // What has broken the group, as a sentence for the user.
-  std::optional<Error> failureOf(const Group& group);
+  std::optional<Error> failureOf(const groups::Group& group);
   // Keeps memory of an operation that has failed until no mate and no rank of another node can touch it any more.
-  void keep(Group& group, std::shared_ptr<void> memory);
-  // Finishes a completion that was not given to submit(), runs its continuations and wakes waiters.
-  void finish(Completion& completion, std::optional<Error> error);
+  void keep(groups::Group& group, std::shared_ptr<void> memory);
   // Throws Usage after shutdown(), and in a child of fork().
   void requireUsable() const;
   // Communication memory. Throws as requireUsable().
@@ -120,26 +108,10 @@ class Engine {
   // In a child of fork(): its parent had left all groups, so the child may make an engine of its own. It must keep this
   // one.
   bool isReplaceableInChild() const;
-  // Runs `action` on the thread that owns the engine, and returns when it has run. Exceptions pass through.
-  void call(const std::function<void()>& action) { progress_.call(action); }
-  // One turn, for engines without a thread. True when anything advanced.
-  bool runTurn() { return progress_.runTurn(); }
-
-  // For a caller that waits for several things, one after the other. While this lives, it counts as one that waits,
-  // also between two waits. Else the end of each wait would wake the progress thread, which would compete with it.
-  class WaitScope {
-   public:
-    explicit WaitScope(Engine& engine) : progress_(engine.progress_) { progress_.addWaiter(); }
-    ~WaitScope() { progress_.removeWaiter(); }
-    WaitScope(const WaitScope&) = delete;
-    WaitScope& operator=(const WaitScope&) = delete;
-
-   private:
-    Progress& progress_;
-  };
-
+  // For what is no call of a group.
+  progress::Progress& progress() { return progress_; }
   // Throws as requireUsable(). Call it on the engine's owner: shutdown() ends the process there.
-  Process& process() {
+  process::Process& process() {
     requireUsable();
     return *process_;
   }
@@ -149,31 +121,26 @@ class Engine {
 
  private:
   // Neither shut down nor the copy in a child of a fork.
-  bool isUsable() const { return !isShutDown_.load() && forkCount_ == forkCount(); }
-  // Those members of a new group that are known to be lost, with what is known.
-  std::vector<bootstrap::Rendezvous::Loss> lostOf(const KnownMembers& known);
-  // createGroup(), whose errors this process's other groups have not heard of.
-  std::shared_ptr<Group> meet(bootstrap::Store& store, const Group::Spec& spec, Nanoseconds timeout,
-                              const KnownMembers& known);
+  bool isUsable() const { return !isShutDown_.load() && forkCount_ == progress::forkCount(); }
   // Waits on behalf of a caller of the group.
-  void waitUntil(Group& group, const std::function<bool()>& done, Nanoseconds yieldFor = 0);
+  void waitUntil(groups::Group& group, const std::function<bool()>& done, Nanoseconds yieldFor = 0);
   // Runs `action`, which may end operations of the group or leave something in flight.
-  void callOn(Group& group, const std::function<void()>& action);
+  void callOn(groups::Group& group, const std::function<void()>& action);
   template <typename Operation>
-  CompletionPtr submitAny(Group& group, Operation operation);
+  calls::CompletionPtr submitAny(groups::Group& group, Operation operation);
   template <typename Operation>
-  void post(Group& group, Operation operation, CompletionPtr completion);
+  void post(groups::Group& group, Operation operation, calls::CompletionPtr completion);
 
   const uint32_t forkCount_;
   Ownership ownership_;
   std::atomic<bool> isShuttingDown_{false};
   std::atomic<bool> isShutDown_{false};  // process_ is null
-  std::unique_ptr<Process> process_;
+  std::unique_ptr<process::Process> process_;
   const std::weak_ptr<transport::shm::CommMemory> tensorMemory_;
-  GroupRegistry groups_;
-  Progress progress_;
-  std::optional<ForkHold> forkHold_;
-  std::optional<MetricsWriter> metricsWriter_;  // if SMDDP_METRICS is set
+  groups::GroupRegistry groups_;
+  progress::Progress progress_;
+  std::optional<progress::ForkHold> forkHold_;
+  std::optional<observe::MetricsWriter> metricsWriter_;  // if SMDDP_METRICS is set
 };
 
 }  // namespace smddp::engine

@@ -8,6 +8,8 @@
 #include <span>
 
 #include "common/fnv.h"
+#include "common/log.h"
+#include "engine/groups/meeting.h"
 
 namespace smddp::engine {
 namespace {
@@ -55,13 +57,13 @@ MemberList listOf(const std::vector<Rank>& members) {
 
 // An all-gather: the values of all ranks, by rank.
 template <typename T>
-std::vector<T> gather(Engine& engine, const std::shared_ptr<Group>& parent, const T& mine,
+std::vector<T> gather(Engine& engine, const std::shared_ptr<groups::Group>& parent, const T& mine,
                       Nanoseconds timeout) {
-  const auto all = std::make_shared<std::vector<T>>(static_cast<size_t>(parent->spec().size));
+  const auto all = std::make_shared<std::vector<T>>(static_cast<size_t>(parent->spec.size));
   const auto own = std::make_shared<T>(mine);
-  Request request;
+  calls::Request request;
   request.collective = collectives::Collective::AllGather;
-  request.partOf = PartOf::SplitGroup;
+  request.partOf = calls::PartOf::SplitGroup;
   request.bytes = sizeof(T);
   request.input = {std::as_writable_bytes(std::span(own.get(), 1))};
   request.output = {std::as_writable_bytes(std::span(*all))};
@@ -78,47 +80,76 @@ struct Outcome {
   Text<400> text{};
 };
 
-template <typename Step>
-Outcome outcomeOf(const Step& step) {
-  try {
-    step();
-    return {};
-  } catch (const Error& error) {
-    return {error.kind(), padded<400>(error.what())};
-  } catch (const std::exception& error) {
-    return {ErrorKind::Resource, padded<400>(error.what())};
-  }
-}
-
-// What the members of a new group tell one another in the group of which they are ranks.
-class Exchange {
+// In messages of the parent. It takes two rounds, in which each member sends one message to the first, and gets one back:
+// in exchange() and in complete(), or in tell().
+class ParentMeeting final : public groups::Meeting {
  public:
-  Exchange(Engine& engine, const std::shared_ptr<Group>& parent, const std::vector<Rank>& members,
-           Rank me, Nanoseconds timeout)
+  // What is passed outlives the meeting.
+  ParentMeeting(Engine& engine, const std::shared_ptr<groups::Group>& parent,
+                const groups::GroupSpec& spec, const std::vector<Rank>& members,
+                Nanoseconds timeout)
       : engine_(engine),
         parent_(parent),
+        spec_(spec),
         members_(members),
-        me_(static_cast<size_t>(me)),
+        me_(static_cast<size_t>(spec.me)),
         timeout_(timeout) {}
 
+  groups::Members exchange(const bootstrap::Introduction& mine) override {
+    const auto entries = round({}, mine.group);
+    groups::Members all;
+    engine_.progress().call([&] {
+      for (size_t rank = 0; rank < members_.size(); ++rank) {
+        all.introductions.push_back(parent_->introductionOf(members_[rank], entries[rank]));
+        all.nodeOfRank.push_back(
+            fmt::format("{}", parent_->membership.topology.nodeOf(members_[rank])));
+      }
+    });
+    return all;
+  }
+  void complete() override { round({}, {}); }
+  Error tell(const Error& error) noexcept override {
+    if (othersKnow_) return error;
+    try {
+      std::vector<std::byte> entry;
+      std::string text = error.what();
+      if (rounds_ == 0) {
+        entry = team::GroupEntry{}.encode();
+        text = fmt::format("rank {} cannot join group \"{}\": {}",
+                           bootstrap::jobRankOf(spec_.jobRanks, spec_.me), spec_.name, text);
+      }
+      round({error.kind(), padded<400>(text)}, entry);
+    } catch (const Error& first) {
+      return first;
+    } catch (const std::exception& failure) {
+      SMDDP_LOG(Debug, "engine", "no other rank hears of \"{}\": {}", error.what(), failure.what());
+    }
+    return error;
+  }
+
+ private:
   // What all members give, by rank in the new group; all give as many bytes. Throws, on all of them, if one could not do
-  // its part. It takes one message from each member to the first, and one back.
-  std::vector<std::vector<std::byte>> run(const Outcome& outcome, std::span<const std::byte> mine) {
+  // its part.
+  std::vector<std::vector<std::byte>> round(const Outcome& outcome,
+                                            std::span<const std::byte> mine) {
+    ++rounds_;
     std::vector<std::byte> block(sizeof outcome + mine.size());
     std::memcpy(block.data(), &outcome, sizeof outcome);
     std::ranges::copy(mine, block.begin() + sizeof outcome);
     std::vector<std::vector<std::byte>> result;
+    othersKnow_ = true;
     for (const auto theirs : exchanged(block)) {
       Outcome of;
       std::memcpy(&of, theirs.data(), sizeof of);
-      if (of.text.front() != 0)
-        throw Error(errorKindOf(static_cast<uint32_t>(of.kind)), unpadded(of.text));
+      if (of.text.front() != 0) {
+        throw Error(calls::errorKindOf(static_cast<uint32_t>(of.kind)), unpadded(of.text));
+      }
       result.emplace_back(theirs.begin() + sizeof of, theirs.end());
     }
+    othersKnow_ = false;
     return result;
   }
 
- private:
   // The blocks of all members.
   std::vector<std::span<const std::byte>> exchanged(std::span<const std::byte> mine) {
     all_ = std::make_shared<std::vector<std::byte>>(members_.size() * mine.size());
@@ -142,7 +173,7 @@ class Exchange {
   }
 
   void begin(bool send, size_t rank, int32_t tag, std::span<std::byte> bytes) {
-    Message message;
+    calls::Message message;
     message.send = send;
     message.peer = members_[rank];
     message.tag = tag;
@@ -161,22 +192,25 @@ class Exchange {
   }
 
   Engine& engine_;
-  const std::shared_ptr<Group>& parent_;
+  const std::shared_ptr<groups::Group>& parent_;
+  const groups::GroupSpec& spec_;
   const std::vector<Rank>& members_;
   const size_t me_;
   const Nanoseconds timeout_;
   std::shared_ptr<std::vector<std::byte>> all_;  // messages may outlive this
-  std::vector<CompletionPtr> open_;
+  std::vector<calls::CompletionPtr> open_;
+  int rounds_ = 0;
+  bool othersKnow_ = false;  // that this rank has failed
 };
 
 }  // namespace
 
-void agreeOnMembers(Engine& engine, const std::shared_ptr<Group>& parent,
+void agreeOnMembers(Engine& engine, const std::shared_ptr<groups::Group>& parent,
                     const std::vector<Rank>& members, Nanoseconds timeout) {
-  const Rank me = parent->spec().me;
+  const Rank me = parent->spec.me;
   // Objections have the numbers of the job, as all texts.
   std::vector<Rank> named;
-  for (const Rank rank : members) named.push_back(parent->jobRank(rank));
+  for (const Rank rank : members) named.push_back(parent->membership.jobRank(rank));
   const MemberList mine = listOf(named);
   const auto lists = gather(engine, parent, mine, timeout);
   Text<400> objection{};
@@ -185,8 +219,8 @@ void agreeOnMembers(Engine& engine, const std::shared_ptr<Group>& parent,
     const MemberList& theirs = lists[static_cast<size_t>(rank)];
     if (theirs.digest == mine.digest) continue;
     objection = padded<400>(fmt::format("{} on rank {}, {} on rank {}", unpadded(mine.shown),
-                                        parent->jobRank(me), unpadded(theirs.shown),
-                                        parent->jobRank(rank)));
+                                        parent->membership.jobRank(me), unpadded(theirs.shown),
+                                        parent->membership.jobRank(rank)));
     break;
   }
   // Only some ranks may have found the difference; all must throw.
@@ -196,45 +230,18 @@ void agreeOnMembers(Engine& engine, const std::shared_ptr<Group>& parent,
         ErrorKind::Mismatch,
         "split_group of group \"{}\" with other members on two ranks: {}. All ranks of a new group "
         "have to name the same ranks in the same order",
-        parent->spec().name, unpadded(one));
+        parent->spec.name, unpadded(one));
   }
 }
 
-std::shared_ptr<Group> splitGroup(Engine& engine, const std::shared_ptr<Group>& parent,
-                                  Group::Spec spec, const std::vector<Rank>& members,
-                                  Nanoseconds timeout) {
+std::shared_ptr<groups::Group> splitGroup(Engine& engine,
+                                          const std::shared_ptr<groups::Group>& parent,
+                                          groups::GroupSpec spec, const std::vector<Rank>& members,
+                                          Nanoseconds timeout) {
   spec.jobRanks.clear();
-  for (const Rank rank : members) spec.jobRanks.push_back(parent->jobRank(rank));
-  Exchange exchange(engine, parent, members, spec.me, timeout);
-  std::shared_ptr<Group> group;
-  std::vector<std::byte> mine = GroupEntry{}.encode();
-  Outcome begun = outcomeOf([&] {
-    const auto [made, introduction] = engine.beginGroup(spec);
-    group = made;
-    mine = introduction.group;
-  });
-  if (!group) {
-    begun.text = padded<400>(fmt::format("rank {} cannot join group \"{}\": {}",
-                                         bootstrap::jobRankOf(spec.jobRanks, spec.me), spec.name,
-                                         unpadded(begun.text)));
-  }
-  const auto entries = exchange.run(begun, mine);
-  std::vector<bootstrap::Introduction> introductions;
-  std::vector<std::string> nodes;
-  engine.call([&] {
-    for (size_t rank = 0; rank < members.size(); ++rank) {
-      introductions.push_back(parent->introductionOf(members[rank], entries[rank]));
-      nodes.push_back(fmt::format("{}", parent->topology().nodeOf(members[rank])));
-    }
-  });
-  const Outcome joined = outcomeOf([&] { engine.finishGroup(group, introductions, nodes); });
-  try {
-    exchange.run(joined, {});
-  } catch (...) {
-    engine.destroyGroup(group);
-    throw;
-  }
-  return group;
+  for (const Rank rank : members) spec.jobRanks.push_back(parent->membership.jobRank(rank));
+  ParentMeeting meeting(engine, parent, spec, members, timeout);
+  return engine.createGroup(spec, meeting);
 }
 
 }  // namespace smddp::engine

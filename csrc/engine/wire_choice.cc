@@ -26,9 +26,9 @@ struct Buffers {
 };
 
 // Averages or compares `values`, which are in `buffers`, over all ranks.
-void allReduce(Engine& engine, Group& group, const std::shared_ptr<Buffers>& buffers,
+void allReduce(Engine& engine, groups::Group& group, const std::shared_ptr<Buffers>& buffers,
                std::span<float> values, ReduceOp op, Nanoseconds timeout) {
-  Request request;
+  calls::Request request;
   request.collective = collectives::Collective::AllReduce;
   request.type = DataType::float32;
   request.op = op;
@@ -40,7 +40,7 @@ void allReduce(Engine& engine, Group& group, const std::shared_ptr<Buffers>& buf
 }
 
 // The format that is worthwhile on all ranks, by times that are measured here.
-Wire measured(Engine& engine, Group& group, const std::shared_ptr<Buffers>& buffers,
+Wire measured(Engine& engine, groups::Group& group, const std::shared_ptr<Buffers>& buffers,
               Nanoseconds timeout) {
   const MonotonicClock clock;
   const std::span<float> vector = buffers->vector;
@@ -48,7 +48,7 @@ Wire measured(Engine& engine, Group& group, const std::shared_ptr<Buffers>& buff
   times.fill(std::numeric_limits<float>::max());
   for (int round = 0; round < kRounds; ++round) {
     for (const Wire wire : {Wire::fp32, Wire::bf16, Wire::int8}) {
-      engine.call([&] { group.useWire(wire); });
+      engine.progress().call([&] { group.plans.useWire(wire); });
       // So that all begin together: four bytes, which are never encoded.
       allReduce(engine, group, buffers, vector.first(1), ReduceOp::MAX, timeout);
       const Nanoseconds start = clock.now();
@@ -74,15 +74,15 @@ Wire worthwhile(const WireTimes& times) {
   return best;
 }
 
-void chooseWire(Engine& engine, const std::shared_ptr<Group>& group, Nanoseconds timeout) {
-  if (group->wire().wire.has_value() || !group->spansNodes()) return;
+void chooseWire(Engine& engine, const std::shared_ptr<groups::Group>& group, Nanoseconds timeout) {
+  if (group->wire.wire.has_value() || !group->membership.spansNodes()) return;
   // The same on all ranks, so none of them measures.
-  if (const auto reason = group->whyOnlyFp32()) {
-    if (group->spec().me != 0) return;
+  if (const auto reason = group->plans.whyOnlyFp32()) {
+    if (group->spec.me != 0) return;
     SMDDP_LOG(Warn, "engine",
               "group \"{}\" sends fp32 between nodes: with {} no other format is possible "
               "(SMDDP_WIRE=auto; docs/wire.md)",
-              group->spec().name, *reason);
+              group->spec.name, *reason);
     return;
   }
   const auto buffers = std::make_shared<Buffers>();
@@ -93,16 +93,16 @@ void chooseWire(Engine& engine, const std::shared_ptr<Group>& group, Nanoseconds
     engine.destroyGroup(group);
     throw;
   }
-  engine.call([&] { group->useWire(chosen); });
-  if (group->spec().me != 0) return;
+  engine.progress().call([&] { group->plans.useWire(chosen); });
+  if (group->spec.me != 0) return;
   const auto milliseconds = [&](Wire wire) {
     return 1e3f * buffers->times[static_cast<size_t>(wire)];
   };
   SMDDP_LOG(Warn, "engine",
             "group \"{}\" sends {} between nodes: an allreduce of 2 MiB takes {:.3g} ms as fp32, "
             "{:.3g} ms as bf16 and {:.3g} ms as int8 (SMDDP_WIRE=auto; docs/wire.md)",
-            group->spec().name, toString(chosen), milliseconds(Wire::fp32),
-            milliseconds(Wire::bf16), milliseconds(Wire::int8));
+            group->spec.name, toString(chosen), milliseconds(Wire::fp32), milliseconds(Wire::bf16),
+            milliseconds(Wire::int8));
 }
 
 }  // namespace smddp::engine

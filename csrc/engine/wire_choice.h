@@ -17,6 +17,6 @@ Wire worthwhile(const WireTimes& times);
 // Measures the formats with allreduces, and makes the group use the one that is worth it on its slowest rank. All ranks
 // of the group call it; it blocks. Does nothing if the group has another option, or is on one node. Throws what has
 // ended the allreduces.
-void chooseWire(Engine& engine, const std::shared_ptr<Group>& group, Nanoseconds timeout);
+void chooseWire(Engine& engine, const std::shared_ptr<groups::Group>& group, Nanoseconds timeout);
 
 }  // namespace smddp::engine

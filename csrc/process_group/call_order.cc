@@ -32,7 +32,7 @@ void FutureQueue::wake() {
     if (isRunning_ || waiting_.empty() || !waiting_.front()->hasEnded()) return;
     isRunning_ = true;
   }
-  engine_->runCallback([self = shared_from_this()] { self->run(); });
+  engine_->progress().runBlocking([self = shared_from_this()] { self->run(); });
 }
 
 void FutureQueue::run() {
@@ -67,9 +67,10 @@ CallOrder::Callback::~Callback() { ofThisThread() = std::move(outer_); }
 
 // --- CallOrders -------------------------------------------------------------------------------------------
 
-CallOrders::CallOrders(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group)
+CallOrders::CallOrders(std::shared_ptr<engine::Engine> engine,
+                       std::shared_ptr<engine::groups::Group> group)
     : engine_(std::move(engine)),
-      script_(std::make_shared<CallOrder>(group->spec().name, engine_, group)) {}
+      script_(std::make_shared<CallOrder>(group->spec.name, engine_, group)) {}
 
 std::shared_ptr<CallOrder> CallOrders::current(const Make& make) {
   const auto& caller = CallOrder::ofCallback();
@@ -88,8 +89,8 @@ std::shared_ptr<CallOrder> CallOrders::current(const Make& make) {
   return slot->order;
 }
 
-std::vector<std::shared_ptr<engine::Group>> CallOrders::groups() const {
-  std::vector<std::shared_ptr<engine::Group>> all{script_->group};
+std::vector<std::shared_ptr<engine::groups::Group>> CallOrders::groups() const {
+  std::vector<std::shared_ptr<engine::groups::Group>> all{script_->group};
   const std::lock_guard lock(mutex_);
   for (const auto& [name, slot] : ofCallbacks_) {
     // Whoever holds it makes a group, which nobody has used yet.

@@ -60,7 +60,7 @@ class FutureQueue : public std::enable_shared_from_this<FutureQueue> {
 // process group.
 struct CallOrder {
   CallOrder(std::string name, std::shared_ptr<engine::Engine> engine,
-            std::shared_ptr<engine::Group> group)
+            std::shared_ptr<engine::groups::Group> group)
       : name(std::move(name)),
         group(std::move(group)),
         futures(std::make_shared<FutureQueue>(std::move(engine))) {}
@@ -80,7 +80,7 @@ struct CallOrder {
   };
 
   const std::string name;  // the same on all ranks
-  const std::shared_ptr<engine::Group> group;
+  const std::shared_ptr<engine::groups::Group> group;
   std::atomic<uint64_t> sequence{0};  // of the last call
   const std::shared_ptr<FutureQueue> futures;
 };
@@ -90,15 +90,15 @@ struct CallOrder {
 // Threads: any.
 class CallOrders {
  public:
-  CallOrders(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group);
+  CallOrders(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::groups::Group> group);
 
   const std::shared_ptr<CallOrder>& script() const { return script_; }
   // The order of a call that this thread makes now. `make` makes its group of the engine when that is needed; the ranks
   // meet in it.
-  using Make = std::function<std::shared_ptr<engine::Group>(const std::string& name)>;
+  using Make = std::function<std::shared_ptr<engine::groups::Group>(const std::string& name)>;
   std::shared_ptr<CallOrder> current(const Make& make);
   // The groups of all orders that exist, the script's first.
-  std::vector<std::shared_ptr<engine::Group>> groups() const;
+  std::vector<std::shared_ptr<engine::groups::Group>> groups() const;
 
  private:
   const std::shared_ptr<engine::Engine> engine_;

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "engine/capabilities.h"
+#include "engine/process/capabilities.h"
 
 namespace smddp::process_group {
 namespace {
@@ -45,7 +45,7 @@ std::string operationsOf(DataType type) {
   std::string names;
   for (int i = 0; i < kNumReduceOps; ++i) {
     const auto op = static_cast<ReduceOp>(i);
-    if (!engine::canReduce(type, op)) continue;
+    if (!engine::process::canReduce(type, op)) continue;
     names += fmt::format("{}{}", names.empty() ? "" : ", ", toString(op));
   }
   return names;
@@ -256,9 +256,10 @@ ReduceOp reduceOpOf(OpName name, const c10d::ReduceOp& op) {
   }
 }
 
-void setReduceOp(OpName name, const c10d::ReduceOp& op, DataType type, engine::Request& request) {
+void setReduceOp(OpName name, const c10d::ReduceOp& op, DataType type,
+                 engine::calls::Request& request) {
   request.op = reduceOpOf(name, op);
-  if (!engine::canReduce(type, request.op)) {
+  if (!engine::process::canReduce(type, request.op)) {
     typeError(name, "{} of {} is undefined; {} has {}", toString(request.op), toString(type),
               toString(type), operationsOf(type));
   }

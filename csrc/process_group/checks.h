@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/request.h"
+#include "engine/calls/request.h"
 
 namespace smddp::process_group {
 
@@ -47,7 +47,8 @@ void requireRank(OpName op, int64_t rank, int64_t size, const char* what);
 DataType reducibleType(OpName op, const at::Tensor& tensor);
 ReduceOp reduceOpOf(OpName name, const c10d::ReduceOp& op);
 // Sets op and factor; throws TypeError where the type does not have the operation.
-void setReduceOp(OpName name, const c10d::ReduceOp& op, DataType type, engine::Request& request);
+void setReduceOp(OpName name, const c10d::ReduceOp& op, DataType type,
+                 engine::calls::Request& request);
 
 [[noreturn]] void notImplemented(OpName op, const std::string& detail = "");
 

@@ -9,7 +9,7 @@ namespace smddp::process_group {
 
 using c10::intrusive_ptr;
 using collectives::Collective;
-using engine::Request;
+using engine::calls::Request;
 
 intrusive_ptr<c10d::Work> ProcessGroup::allreduce(std::vector<at::Tensor>& tensors,
                                                   const c10d::AllreduceOptions& options) {
@@ -43,7 +43,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allreduce_coalesced(
   setReduceOp(kName, options.reduceOp, request.type, request);
   call.staging.begin(*devices_, {Collective::AllReduce, request.op});
   request.output = call.staging.toUpdate(tensors);
-  request.bytes = engine::totalBytes(request.output);
+  request.bytes = engine::calls::totalBytes(request.output);
   addResidual(request, tensors);
   return submit(std::move(call), std::move(request));
 }
@@ -71,7 +71,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather(std::vector<std::vector<at::Te
     const at::Tensor& block = output[static_cast<size_t>(root)];
     Request request = newRequest(Collective::Broadcast, options.timeout, options.asyncOp);
     request.root = root;
-    request.partOf = engine::PartOf::UnevenAllGather;
+    request.partOf = engine::calls::PartOf::UnevenAllGather;
     request.output = {root == getRank() ? call.staging.placeCopied(input, own, Access::Send)
                                         : call.staging.toWrite(block)};
     request.bytes = numBytes(block);
@@ -178,7 +178,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& 
     Request& one = requests.emplace_back(request);
     one.collective = Collective::Reduce;
     one.root = root;
-    one.partOf = engine::PartOf::UnevenReduceScatter;
+    one.partOf = engine::calls::PartOf::UnevenReduceScatter;
     one.bytes = numBytes(block);
     addResidual(one, block);
     if (root != getRank()) one.input = {call.staging.toRead(block)};

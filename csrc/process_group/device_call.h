@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/request.h"
+#include "engine/calls/request.h"
 
 namespace smddp::process_group {
 
@@ -51,12 +51,12 @@ class DeviceCall {
   virtual ~DeviceCall() = default;
 
   // As Staging's functions: where a request finds the bytes of these tensors.
-  virtual engine::Piece place(const at::Tensor& tensor, Access access) = 0;
-  virtual engine::Pieces place(at::TensorList tensors, Access access) = 0;
-  virtual engine::Piece placeCopied(const at::Tensor& from, const at::Tensor& into,
-                                    Access access) = 0;
-  virtual std::pair<engine::Pieces, engine::Pieces> placeBlocks(const Blocks& sent,
-                                                                const Blocks& received) = 0;
+  virtual engine::calls::Piece place(const at::Tensor& tensor, Access access) = 0;
+  virtual engine::calls::Pieces place(at::TensorList tensors, Access access) = 0;
+  virtual engine::calls::Piece placeCopied(const at::Tensor& from, const at::Tensor& into,
+                                           Access access) = 0;
+  virtual std::pair<engine::calls::Pieces, engine::calls::Pieces> placeBlocks(
+      const Blocks& sent, const Blocks& received) = 0;
   // Whether one request may have blocks of several sizes.
   virtual bool takesSplits() const = 0;
   // The tensors that must stay alive until the operation has ended.

@@ -9,8 +9,8 @@
 #include <optional>
 #include <vector>
 
-#include "engine/deferred_calls.h"
 #include "engine/engine.h"
+#include "engine/progress/deferred_calls.h"
 #include "process_group/work.h"
 
 namespace smddp::process_group {
@@ -22,15 +22,16 @@ class DeviceCalls {
  public:
   virtual ~DeviceCalls() = default;
   // Once, before the first call.
-  void attach(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group);
+  void attach(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::groups::Group> group);
   // Makes such an object for a group that split() makes of some of the ranks.
   virtual std::unique_ptr<DeviceCalls> forSplit() const = 0;
 
   // Makes the object that stages the tensors of a call, of which `first` is one.
   virtual std::shared_ptr<DeviceCall> begin(const CallKind& kind, const at::Tensor& first) = 0;
   // Carries out a call on the device, or hands it to the engine when the device has filled its buffers.
-  virtual c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests,
-                                          std::vector<engine::Message> messages) = 0;
+  virtual c10::intrusive_ptr<Work> submit(Work::Call call,
+                                          std::vector<engine::calls::Request> requests,
+                                          std::vector<engine::calls::Message> messages) = 0;
   // Blocks until the device has done what this thread's current stream has so far, and until the group's collectives on
   // the device have ended.
   virtual void synchronize() = 0;
@@ -44,12 +45,12 @@ class DeviceCalls {
 
  protected:
   std::shared_ptr<engine::Engine> engine_;
-  std::shared_ptr<engine::Group> group_;
-  engine::DeferredCalls deferred_;
+  std::shared_ptr<engine::groups::Group> group_;
+  engine::progress::DeferredCalls deferred_;
 };
 
 inline void DeviceCalls::attach(std::shared_ptr<engine::Engine> engine,
-                                std::shared_ptr<engine::Group> group) {
+                                std::shared_ptr<engine::groups::Group> group) {
   engine_ = std::move(engine);
   group_ = std::move(group);
 }

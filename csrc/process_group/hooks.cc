@@ -10,7 +10,7 @@
 
 #include "common/config.h"
 #include "common/interrupt.h"
-#include "engine/fork_hold.h"
+#include "engine/progress/fork_hold.h"
 #include "process_group/flight_recorder.h"
 
 namespace smddp::process_group {
@@ -34,7 +34,7 @@ bool isQuick(const std::function<void()>& hook) {
 HookThread& HookThread::ofThisProcess() {
   static std::atomic<HookThread*> current{nullptr};
   HookThread* found = current.load(std::memory_order_acquire);
-  while (found == nullptr || found->forkCount_ != engine::forkCount()) {
+  while (found == nullptr || found->forkCount_ != engine::progress::forkCount()) {
     // The object of a parent process stays in memory, with locks that its threads may have held.
     auto fresh = std::unique_ptr<HookThread>(new HookThread);
     if (current.compare_exchange_strong(found, fresh.get())) found = fresh.release();
@@ -42,7 +42,7 @@ HookThread& HookThread::ofThisProcess() {
   return *found;
 }
 
-HookThread::HookThread() : forkCount_(engine::forkCount()) {}
+HookThread::HookThread() : forkCount_(engine::progress::forkCount()) {}
 
 bool HookThread::isStarted() {
   if (hasThread_) return true;

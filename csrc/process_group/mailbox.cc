@@ -6,7 +6,7 @@
 #include <cstring>
 #include <span>
 
-#include "engine/matcher.h"
+#include "engine/operations/matcher.h"
 #include "process_group/errors.h"
 #include "process_group/message_codec.h"
 
@@ -14,7 +14,7 @@ namespace smddp::process_group {
 
 namespace {
 
-constexpr auto kEnvelope = static_cast<size_t>(engine::Matcher::kMaxBuffered);
+constexpr auto kEnvelope = static_cast<size_t>(engine::operations::Matcher::kMaxBuffered);
 // A front up to this length is sent in parts that are as long as the envelope, and so short enough for buffered
 // engine messages. A longer one is sent as the envelope and one ordinary engine message.
 constexpr size_t kShortFront = 8 * kEnvelope;
@@ -49,7 +49,7 @@ void Mailbox::open() {
   streams_ = std::move(streams);
 }
 
-engine::CompletionPtr Mailbox::submit(bool send, int peer, at::Tensor bytes, bool buffered) {
+engine::calls::CompletionPtr Mailbox::submit(bool send, int peer, at::Tensor bytes, bool buffered) {
   auto message = group_->newMessage(send, peer, 0,
                                     {{static_cast<std::byte*>(bytes.data_ptr()), bytes.nbytes()}});
   message.buffered = buffered;
@@ -60,14 +60,14 @@ engine::CompletionPtr Mailbox::submit(bool send, int peer, at::Tensor bytes, boo
 
 void Mailbox::interrupt() {
   interrupted_.store(true);
-  group_->engine_->wakeWaiters();
+  group_->engine_->progress().wakeWaiters();
 }
 
 std::vector<Mailbox::Arrival> Mailbox::take(bool block) {
   const c10::InferenceMode guard(false);
   std::vector<Arrival> arrived;
   translated([&] {
-    const engine::Engine::WaitScope waiting(*group_->engine_);
+    const engine::progress::WaitScope waiting(group_->engine_->progress());
     while (!streams_.empty()) {
       std::erase_if(streams_, [&](Stream& stream) { return !advance(stream, arrived); });
       if (!arrived.empty() || !block || interrupted_.exchange(false)) break;
@@ -79,7 +79,7 @@ std::vector<Mailbox::Arrival> Mailbox::take(bool block) {
 }
 
 void Mailbox::waitForStreams() {
-  std::vector<engine::CompletionPtr> receives;
+  std::vector<engine::calls::CompletionPtr> receives;
   for (const Stream& stream : streams_) {
     // Receives of a stream end in order.
     receives.push_back(stream.receives.back());
@@ -88,7 +88,7 @@ void Mailbox::waitForStreams() {
 }
 
 void Mailbox::withdraw() {
-  std::vector<engine::CompletionPtr> receives;
+  std::vector<engine::calls::CompletionPtr> receives;
   for (const Stream& stream : streams_) {
     if (stream.expects == Stream::Envelope) receives.push_back(stream.receives.back());
   }

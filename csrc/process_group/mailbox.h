@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/completion.h"
+#include "engine/calls/completion.h"
 #include "process_group/process_group.h"
 
 namespace smddp::process_group {
@@ -65,11 +65,12 @@ class Mailbox {
     at::Tensor front;  // only as long as the envelope, while that is expected
     enum { Envelope, Rest, Tensors } expects = Envelope;
     Arrival arriving;
-    std::vector<engine::CompletionPtr> receives;  // of what is expected; they end in this order
+    std::vector<engine::calls::CompletionPtr>
+        receives;  // of what is expected; they end in this order
   };
-  using Sending = std::vector<engine::CompletionPtr>;
+  using Sending = std::vector<engine::calls::CompletionPtr>;
 
-  engine::CompletionPtr submit(bool send, int peer, at::Tensor bytes, bool buffered);
+  engine::calls::CompletionPtr submit(bool send, int peer, at::Tensor bytes, bool buffered);
   // Posts receives for the parts of the front, from number `first` on.
   void receiveFront(Stream& stream, int64_t first);
   // Waits until something has arrived on a stream, or interrupt() is called.

@@ -19,9 +19,9 @@ void requireTag(OpName op, int tag) {
 
 // Divides pieces into runs of so many elements each. Each run lies within one piece. Example: one piece of 12 elements
 // and {4, 8} give two runs; pieces of 4 and 8 elements give the same.
-engine::Pieces cut(const engine::Pieces& pieces, const std::vector<int64_t>& elements,
-                   size_t elementSize) {
-  engine::Pieces runs;
+engine::calls::Pieces cut(const engine::calls::Pieces& pieces, const std::vector<int64_t>& elements,
+                          size_t elementSize) {
+  engine::calls::Pieces runs;
   size_t piece = 0, offset = 0;
   for (const int64_t count : elements) {
     const size_t length = static_cast<size_t>(count) * elementSize;
@@ -81,13 +81,14 @@ intrusive_ptr<c10d::Work> ProcessGroup::recvAnysource(std::vector<at::Tensor>& t
   requireWritable(kName, tensor);
   Work::Call call(c10d::OpType::RECVANYSOURCE, "smddp:recvAnySource", tensors, {tensors});
   call.staging.begin(*devices_, CallKind::receive());
-  auto message = newMessage(false, engine::kAnySource, tag, {call.staging.toWrite(tensor)});
+  auto message = newMessage(false, engine::calls::kAnySource, tag, {call.staging.toWrite(tensor)});
   return submit(std::move(call), {}, {std::move(message)});
 }
 
-engine::Message ProcessGroup::newMessage(bool send, Rank rank, int32_t tag, engine::Pieces buffer,
-                                         std::chrono::milliseconds timeout) const {
-  engine::Message message;
+engine::calls::Message ProcessGroup::newMessage(bool send, Rank rank, int32_t tag,
+                                                engine::calls::Pieces buffer,
+                                                std::chrono::milliseconds timeout) const {
+  engine::calls::Message message;
   message.send = send;
   message.peer = rank;
   message.tag = tag;
@@ -98,8 +99,8 @@ engine::Message ProcessGroup::newMessage(bool send, Rank rank, int32_t tag, engi
 
 // No plan has such blocks: they are messages. A barrier's plan with the fingerprint of this call runs beside them, so
 // that a rank in another call is found at once.
-intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, engine::Pieces sent,
-                                           engine::Pieces received,
+intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, engine::calls::Pieces sent,
+                                           engine::calls::Pieces received,
                                            const c10d::AllToAllOptions& options) {
   if (call.staging.takesSplits()) {
     auto request = newRequest(collectives::Collective::AllToAll, options.timeout, options.asyncOp);
@@ -108,11 +109,11 @@ intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, engine::Pieces sent,
     return submit(std::move(call), std::move(request));
   }
   auto agreement = newRequest(collectives::Collective::Barrier, options.timeout, /*asyncOp=*/true);
-  agreement.partOf = engine::PartOf::AllToAllWithSplits;
+  agreement.partOf = engine::calls::PartOf::AllToAllWithSplits;
   call.order = order();
   call.sequence = ++call.order->sequence;
   const int32_t tag = tagOfCall(call.sequence);
-  std::vector<engine::Message> messages;
+  std::vector<engine::calls::Message> messages;
   // This rank's own block may already be where it belongs.
   const auto& given = sent[static_cast<size_t>(getRank())];
   const auto& taken = received[static_cast<size_t>(getRank())];

@@ -18,21 +18,21 @@ constexpr Nanoseconds kExtraTime = 5'000'000'000;
 }  // namespace
 
 MonitoredBarrier::MonitoredBarrier(std::shared_ptr<engine::Engine> engine,
-                                   std::shared_ptr<engine::Group> group)
+                                   std::shared_ptr<engine::groups::Group> group)
     : engine_(std::move(engine)), group_(std::move(group)) {}
 
 void MonitoredBarrier::run(Nanoseconds timeout, bool waitAllRanks) const {
-  if (group_->spec().me == 0) {
+  if (group_->spec.me == 0) {
     awaitRanks(timeout, waitAllRanks);
   } else {
     awaitRelease(timeout);
   }
 }
 
-engine::CompletionPtr MonitoredBarrier::signal(bool send, Rank rank, int32_t tag,
-                                               Nanoseconds timeout) const {
+engine::calls::CompletionPtr MonitoredBarrier::signal(bool send, Rank rank, int32_t tag,
+                                                      Nanoseconds timeout) const {
   const auto byte = std::make_shared<std::byte>();
-  engine::Message message;
+  engine::calls::Message message;
   message.send = send;
   message.peer = rank;
   message.tag = tag;
@@ -54,7 +54,7 @@ void MonitoredBarrier::awaitRelease(Nanoseconds timeout) const {
         Error(completion->error()->kind(),
               fmt::format("[Rank {0}]: Rank {0} successfully reached monitoredBarrier, but "
                           "received errors while waiting for send/recv from rank {1}. {2}",
-                          group_->jobRank(group_->spec().me), group_->jobRank(0),
+                          group_->membership.jobRank(group_->spec.me), group_->membership.jobRank(0),
                           completion->error()->what())));
   }
 }
@@ -63,28 +63,28 @@ void MonitoredBarrier::awaitRanks(Nanoseconds timeout, bool all) const {
   const MonotonicClock clock;
   const Deadline deadline = Deadline::after(clock, timeout);
   const auto giveUp = [&](ErrorKind kind, const std::string& text) {
-    const Error error(kind, fmt::format("[Rank {}]: {}", group_->jobRank(0), text));
+    const Error error(kind, fmt::format("[Rank {}]: {}", group_->membership.jobRank(0), text));
     engine_->fail(*group_, error);
     throwAsTorch(error);
   };
   const auto inTime = fmt::format("in {} ms", timeout / 1'000'000);
   if (timeout <= 0) {
     giveUp(ErrorKind::Timeout,
-           fmt::format("Rank {} timed out in monitoredBarrier {}", group_->jobRank(0), inTime));
+           fmt::format("Rank {} timed out in monitoredBarrier {}", group_->membership.jobRank(0), inTime));
   }
-  std::vector<engine::CompletionPtr> here;
-  for (Rank r = 1; r < group_->spec().size; ++r) {
+  std::vector<engine::calls::CompletionPtr> here;
+  for (Rank r = 1; r < group_->spec.size; ++r) {
     // The engine's own time-out must not come first, since its error does not speak of a barrier.
     here.push_back(signal(false, r, kTagOfBarrier, timeout + kExtraTime));
   }
   std::vector<Rank> missing;
-  for (Rank r = 1; r < group_->spec().size && (all || missing.empty()); ++r) {
+  for (Rank r = 1; r < group_->spec.size && (all || missing.empty()); ++r) {
     const auto& completion = here[static_cast<size_t>(r - 1)];
     const Nanoseconds left = std::max<Nanoseconds>(deadline.at - clock.now(), 0);
-    if (!engine_->waitFor(*group_, *completion, left)) missing.push_back(group_->jobRank(r));
+    if (!engine_->waitFor(*group_, *completion, left)) missing.push_back(group_->membership.jobRank(r));
     if (!completion->done() || !completion->error()) continue;
     giveUp(completion->error()->kind(),
-           fmt::format("Rank {} failed to pass monitoredBarrier: {}", group_->jobRank(r),
+           fmt::format("Rank {} failed to pass monitoredBarrier: {}", group_->membership.jobRank(r),
                        completion->error()->what()));
   }
   if (!missing.empty()) {
@@ -92,8 +92,8 @@ void MonitoredBarrier::awaitRanks(Nanoseconds timeout, bool all) const {
            fmt::format("Rank{} {} failed to pass monitoredBarrier {}",
                        missing.size() > 1 ? "s" : "", fmt::join(missing, ", "), inTime));
   }
-  std::vector<engine::CompletionPtr> go;
-  for (Rank r = 1; r < group_->spec().size; ++r)
+  std::vector<engine::calls::CompletionPtr> go;
+  for (Rank r = 1; r < group_->spec.size; ++r)
     go.push_back(signal(true, r, kTagOfBarrierAnswer, kExtraTime));
   for (const auto& completion : go) {
     engine_->wait(*group_, *completion);

@@ -6,26 +6,27 @@
 
 #include <memory>
 
-#include "engine/completion.h"
+#include "engine/calls/completion.h"
 #include "engine/engine.h"
 
 namespace smddp::process_group {
 
 class MonitoredBarrier {
  public:
-  MonitoredBarrier(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group);
+  MonitoredBarrier(std::shared_ptr<engine::Engine> engine,
+                   std::shared_ptr<engine::groups::Group> group);
   // waitAllRanks: rank 0 waits for all ranks, instead of giving up at the first that does not come.
   void run(Nanoseconds timeout, bool waitAllRanks) const;
 
  private:
   // A byte that arrives says that its sender has come, or that its receiver may go.
-  engine::CompletionPtr signal(bool send, Rank rank, int32_t tag, Nanoseconds timeout) const;
+  engine::calls::CompletionPtr signal(bool send, Rank rank, int32_t tag, Nanoseconds timeout) const;
   // Rank 0 calls the first, the others the second.
   void awaitRanks(Nanoseconds timeout, bool all) const;
   void awaitRelease(Nanoseconds timeout) const;
 
   const std::shared_ptr<engine::Engine> engine_;
-  const std::shared_ptr<engine::Group> group_;
+  const std::shared_ptr<engine::groups::Group> group_;
 };
 
 }  // namespace smddp::process_group

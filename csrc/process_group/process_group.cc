@@ -6,6 +6,7 @@
 #include <optional>
 #include <set>
 
+#include "bootstrap/rendezvous.h"
 #include "common/config.h"
 #include "common/log.h"
 #include "engine/shared_engine.h"
@@ -23,12 +24,12 @@ namespace {
 
 using c10::intrusive_ptr;
 using collectives::Collective;
-using engine::Request;
+using engine::calls::Request;
 
 // The default group, if it is one of ours. Never destroyed, as the engine.
 struct WorldSlot {
   std::mutex mutex;
-  std::weak_ptr<engine::Group> group;
+  std::weak_ptr<engine::groups::Group> group;
 };
 WorldSlot& worldSlot() {
   static auto* slot = new WorldSlot;
@@ -70,7 +71,7 @@ engine::Engine::KnownMembers knownMembersOf(const ProcessGroup::Creation& creati
   const std::lock_guard lock(slot.mutex);
   const auto world = slot.group.lock();
   const auto& ranks = creation.ranksOfWorld;
-  const auto isOfWorld = [&](Rank rank) { return rank >= 0 && rank < world->spec().size; };
+  const auto isOfWorld = [&](Rank rank) { return rank >= 0 && rank < world->spec.size; };
   if (!world || static_cast<int>(ranks.size()) != creation.size ||
       !std::all_of(ranks.begin(), ranks.end(), isOfWorld)) {
     return {};
@@ -122,9 +123,9 @@ ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls
   init();
 }
 
-ProcessGroup::ProcessGroup(std::shared_ptr<engine::Group> group, std::chrono::milliseconds timeout,
-                           std::unique_ptr<DeviceCalls> devices)
-    : Backend(group->spec().me, group->spec().size),
+ProcessGroup::ProcessGroup(std::shared_ptr<engine::groups::Group> group,
+                           std::chrono::milliseconds timeout, std::unique_ptr<DeviceCalls> devices)
+    : Backend(group->spec.me, group->spec.size),
       engine_(sharedEngine()),
       group_(std::move(group)),
       timeoutMs_(timeout.count()),
@@ -152,7 +153,7 @@ void ProcessGroup::setTimeout(std::chrono::milliseconds timeout) { timeoutMs_ = 
 c10d::ErrorType ProcessGroup::getError() {
   if (hasLeft_) return c10d::ErrorType::SUCCESS;
   std::optional<Error> error;
-  engine_->call([&] {
+  engine_->progress().call([&] {
     if (const Error* found = group_->errorOfNextOperation()) error = *found;
   });
   if (!error) return c10d::ErrorType::SUCCESS;
@@ -163,9 +164,9 @@ c10d::ErrorType ProcessGroup::getError() {
 
 void ProcessGroup::abortBecause(const std::string& reason) {
   if (hasLeft_) return;
-  const auto text = fmt::format("rank {} called abort(){}{}", group_->jobRank(getRank()),
+  const auto text = fmt::format("rank {} called abort(){}{}", group_->membership.jobRank(getRank()),
                                 reason.empty() ? "" : ": ", reason);
-  for (const auto& group : calls_->groups()) engine_->abort(*group, text);
+  for (const auto& group : calls_->groups()) engine_->fail(*group, Error(ErrorKind::Aborted, text));
   devices_->close(Error(ErrorKind::Aborted, text));
   HookThread::ofThisProcess().groupFailed(hooks_, group_->wasInterrupted());
 }
@@ -173,7 +174,7 @@ void ProcessGroup::abortBecause(const std::string& reason) {
 void ProcessGroup::shutdown() {
   if (isEnding_.exchange(true)) return;
   try {
-    std::vector<engine::CompletionPtr> parts;
+    std::vector<engine::calls::CompletionPtr> parts;
     {
       const std::lock_guard lock(partsMutex_);
       parts.swap(openParts_);
@@ -200,7 +201,7 @@ void ProcessGroup::leave() {
   for (const auto& group : calls_->groups()) engine_->destroyGroup(group);
 }
 
-std::shared_ptr<engine::Group> ProcessGroup::group() const {
+std::shared_ptr<engine::groups::Group> ProcessGroup::group() const {
   if (isEnding_) {
     throw std::invalid_argument("smddp: this process group has been destroyed");
   }
@@ -212,7 +213,7 @@ std::shared_ptr<CallOrder> ProcessGroup::order() {
   // Without a store the ranks have no place to meet. Then callbacks must not make calls that the script makes, too.
   if (!store_) return calls_->script();
   return calls_->current([&](const std::string& name) {
-    engine::Group::Spec spec = parent->spec();
+    engine::groups::GroupSpec spec = parent->spec;
     spec.name = name;
     spec.ofCallbacks = true;
     std::vector<Rank> all(static_cast<size_t>(getSize()));
@@ -245,9 +246,10 @@ void ProcessGroup::becomePartOf(const ProcessGroup& parent, const std::vector<in
   }
 }
 
-std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> ProcessGroup::splitEngineGroup(
-    const intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
-    const intrusive_ptr<c10d::Backend::Options>& options) {
+std::pair<std::shared_ptr<engine::groups::Group>, std::chrono::milliseconds>
+ProcessGroup::splitEngineGroup(const intrusive_ptr<c10d::Store>& store,
+                               const std::vector<int>& ranks,
+                               const intrusive_ptr<c10d::Backend::Options>& options) {
   const std::vector<Rank> members(ranks.begin(), ranks.end());
   if (members.empty())
     throw std::invalid_argument("smddp: split_group expects ranks, but got none");
@@ -277,9 +279,9 @@ std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> ProcessGrou
   }
   const auto me = std::find(members.begin(), members.end(), getRank());
   if (me == members.end()) return {nullptr, timeout};
-  const engine::Group::Spec spec{
-      options ? options->group_name : "", static_cast<Rank>(me - members.begin()),
-      static_cast<int>(members.size()), parent->spec().options};
+  const engine::groups::GroupSpec spec{options ? options->group_name : "",
+                                         static_cast<Rank>(me - members.begin()),
+                                         static_cast<int>(members.size()), parent->spec.options};
   auto child = translated([&] {
     auto split = engine::splitGroup(*engine_, parent, spec, members, effectiveTimeout(timeout));
     engine::chooseWire(*engine_, split, effectiveTimeout(timeout));
@@ -308,7 +310,7 @@ void ProcessGroup::addResidual(Request& request, at::TensorList inputs) {
 }
 
 intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> requests,
-                                         std::vector<engine::Message> messages) {
+                                         std::vector<engine::calls::Message> messages) {
   // Calls on a device begin when it has filled their buffers, and in one order.
   const bool isDeferred = call.staging.device() || devices_->busy();
   if (!requests.empty() && !call.order) call.order = isDeferred ? calls_->script() : order();
@@ -328,7 +330,7 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
 }
 
 intrusive_ptr<Work> ProcessGroup::submitUnrecorded(Work::Call call, std::vector<Request> requests,
-                                                   std::vector<engine::Message> messages) {
+                                                   std::vector<engine::calls::Message> messages) {
   // For messages too, this throws if the group has been destroyed.
   const auto target = call.order ? call.order->group : group();
   call.hooks = hooks_;
@@ -345,7 +347,7 @@ intrusive_ptr<Work> ProcessGroup::submitUnrecorded(Work::Call call, std::vector<
   const bool operationsKeep = !willWait || requests.size() != 1 || !call.staging.kept().empty();
   const std::shared_ptr<void> tensors = operationsKeep ? call.keepAlive() : nullptr;
   auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
-  std::vector<engine::CompletionPtr> completions;
+  std::vector<engine::calls::CompletionPtr> completions;
   completions.reserve(requests.size() + messages.size());
   // After an error the network may still read the tensors, and mates may still write to them, but the caller, which
   // gets the error now, may free them. So the group keeps them.
@@ -359,7 +361,7 @@ intrusive_ptr<Work> ProcessGroup::submitUnrecorded(Work::Call call, std::vector<
       request.willWait = willWait && &request == &requests.back();
       completions.push_back(engine_->submit(*target, std::move(request)));
     }
-    for (engine::Message& message : messages) {
+    for (engine::calls::Message& message : messages) {
       message.keepAlive = tensors;
       completions.push_back(engine_->submit(*target, std::move(message)));
     }
@@ -392,7 +394,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::endCoalescing() {
   call.type = c10d::OpType::COALESCED;
   call.title = "smddp:coalesced";
   call.parts.assign(calls.mapped().begin(), calls.mapped().end());
-  std::vector<engine::CompletionPtr> completions;
+  std::vector<engine::calls::CompletionPtr> completions;
   for (const auto& part : call.parts) {
     completions.insert(completions.end(), part->completions().begin(), part->completions().end());
   }
@@ -456,18 +458,18 @@ at::Tensor ProcessGroup::allocateTensor(long size, at::TensorOptions options) {
   return emptyTensor({size}, options);
 }
 
-std::map<std::string, engine::AlgorithmUse> ProcessGroup::statistics() {
-  std::map<std::string, engine::AlgorithmUse> result;
-  engine_->call([&] { result = group_->statistics(); });
+std::map<std::string, engine::plans::AlgorithmUse> ProcessGroup::statistics() {
+  std::map<std::string, engine::plans::AlgorithmUse> result;
+  engine_->progress().call([&] { result = group_->plans.statistics(); });
   return result;
 }
 
 std::string ProcessGroup::describe() {
   std::string text;
   translated([&] {
-    engine_->call([&] {
+    engine_->progress().call([&] {
       text = group_->describe();
-      if (group_->spansNodes()) text += "; " + engine_->process().describeFabric();
+      if (group_->membership.spansNodes()) text += "; " + engine_->process().describeFabric();
     });
   });
   return text;

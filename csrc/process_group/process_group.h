@@ -42,13 +42,13 @@ class ProcessGroup : public c10d::Backend {
     int size;
     std::chrono::milliseconds timeout;
     std::string name;
-    engine::GroupOptions options;
+    engine::groups::GroupOptions options;
     std::vector<int> ranksOfWorld;  // its ranks in the default group; empty for the default group
   };
   // Meets the other ranks; blocks until all are there or the timeout is over. `devices` serves tensors on a device.
   ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls> devices);
   // Takes a group of the engine that exists already.
-  ProcessGroup(std::shared_ptr<engine::Group> group, std::chrono::milliseconds timeout,
+  ProcessGroup(std::shared_ptr<engine::groups::Group> group, std::chrono::milliseconds timeout,
                std::unique_ptr<DeviceCalls> devices);
   ~ProcessGroup() override;
 
@@ -144,13 +144,13 @@ class ProcessGroup : public c10d::Backend {
 #endif
 
   // How often each algorithm ran so far, and what it moved, by name: "allreduce/direct".
-  std::map<std::string, engine::AlgorithmUse> statistics();
+  std::map<std::string, engine::plans::AlgorithmUse> statistics();
   // One line: the layout of the group, and the network that it uses between nodes.
   std::string describe();
 
  protected:
   // Throws when the group has been destroyed.
-  std::shared_ptr<engine::Group> group() const;
+  std::shared_ptr<engine::groups::Group> group() const;
   // In which a collective that this thread makes now has its place. Throws as group().
   std::shared_ptr<CallOrder> order();
   // Ends the group without waiting for anybody: what is in flight ends with Aborted.
@@ -162,7 +162,7 @@ class ProcessGroup : public c10d::Backend {
   const std::shared_ptr<engine::Engine>& engine() const { return engine_; }
   DeviceCalls& devices() { return *devices_; }
   // The engine's group for split(), and its time-out; null on ranks that are not in it.
-  std::pair<std::shared_ptr<engine::Group>, std::chrono::milliseconds> splitEngineGroup(
+  std::pair<std::shared_ptr<engine::groups::Group>, std::chrono::milliseconds> splitEngineGroup(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<c10d::Backend::Options>& options);
   // This group was split off `parent`, and has these ranks of it, who can also meet in `store`.
@@ -172,30 +172,34 @@ class ProcessGroup : public c10d::Backend {
  private:
   friend class Mailbox;  // sends messages without a Work
 
-  engine::Request newRequest(collectives::Collective collective, std::chrono::milliseconds timeout,
-                             bool asyncOp) const;
+  engine::calls::Request newRequest(collectives::Collective collective,
+                                    std::chrono::milliseconds timeout, bool asyncOp) const;
   // Adds what a call with error feedback needs; `inputs` are the tensors that the request reads.
-  void addResidual(engine::Request& request, at::TensorList inputs);
+  void addResidual(engine::calls::Request& request, at::TensorList inputs);
   // Records the call for torch.profiler if that is active, and submits it.
-  c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests,
-                                  std::vector<engine::Message> messages = {});
+  c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::calls::Request> requests,
+                                  std::vector<engine::calls::Message> messages = {});
   // Hands the operations of a call to the engine. If the call is on a device, or calls on a device wait, hands them to
   // devices() instead.
-  c10::intrusive_ptr<Work> submitUnrecorded(Work::Call call, std::vector<engine::Request> requests,
-                                            std::vector<engine::Message> messages);
-  c10::intrusive_ptr<Work> submit(Work::Call call, engine::Request request);
+  c10::intrusive_ptr<Work> submitUnrecorded(Work::Call call,
+                                            std::vector<engine::calls::Request> requests,
+                                            std::vector<engine::calls::Message> messages);
+  c10::intrusive_ptr<Work> submit(Work::Call call, engine::calls::Request request);
   // The requests of all-gathers and reduce-scatters, which c10d has in several forms.
-  engine::Request gatherRequest(const char* name, const at::Tensor& output, const at::Tensor& input,
-                                Staging& staging, const c10d::AllgatherOptions& options) const;
-  engine::Request gatherRequest(at::TensorList outputs, const at::Tensor& input, Staging& staging,
-                                const c10d::AllgatherOptions& options) const;
-  engine::Request scatterRequest(const char* name, const at::Tensor& output,
-                                 const at::Tensor& input, Staging& staging,
-                                 const c10d::ReduceScatterOptions& options);
-  engine::Message newMessage(bool send, Rank rank, int32_t tag, engine::Pieces buffer,
-                             std::chrono::milliseconds timeout = c10d::kUnsetTimeout) const;
+  engine::calls::Request gatherRequest(const char* name, const at::Tensor& output,
+                                       const at::Tensor& input, Staging& staging,
+                                       const c10d::AllgatherOptions& options) const;
+  engine::calls::Request gatherRequest(at::TensorList outputs, const at::Tensor& input,
+                                       Staging& staging,
+                                       const c10d::AllgatherOptions& options) const;
+  engine::calls::Request scatterRequest(const char* name, const at::Tensor& output,
+                                        const at::Tensor& input, Staging& staging,
+                                        const c10d::ReduceScatterOptions& options);
+  engine::calls::Message newMessage(bool send, Rank rank, int32_t tag, engine::calls::Pieces buffer,
+                                    std::chrono::milliseconds timeout = c10d::kUnsetTimeout) const;
   // An all-to-all of blocks, one for each rank, of which only sender and receiver know the size.
-  c10::intrusive_ptr<Work> exchange(Work::Call call, engine::Pieces sent, engine::Pieces received,
+  c10::intrusive_ptr<Work> exchange(Work::Call call, engine::calls::Pieces sent,
+                                    engine::calls::Pieces received,
                                     const c10d::AllToAllOptions& options);
   // The call ends with operations that the engine does not wait for when the group ends: receives, because a user's may
   // wait for ever, and what begins later. So this group waits for them.
@@ -204,7 +208,7 @@ class ProcessGroup : public c10d::Backend {
   void noteCoalesced(const c10::intrusive_ptr<Work>& work);
 
   const std::shared_ptr<engine::Engine> engine_;
-  std::shared_ptr<engine::Group> group_;
+  std::shared_ptr<engine::groups::Group> group_;
   std::optional<CallOrders> calls_;
   c10::intrusive_ptr<c10d::Store>
       store_;                          // in which the ranks meet for further orders; may be null
@@ -217,8 +221,8 @@ class ProcessGroup : public c10d::Backend {
   const std::shared_ptr<Hooks> hooks_ = std::make_shared<Hooks>();
   std::once_flag abortHooksAwaitBreak_;
   std::mutex partsMutex_;
-  std::vector<engine::CompletionPtr> openParts_;  // guarded by partsMutex_; see noteOpen()
-  std::mutex splitMutex_;                         // not held while split() waits
+  std::vector<engine::calls::CompletionPtr> openParts_;  // guarded by partsMutex_; see noteOpen()
+  std::mutex splitMutex_;                                // not held while split() waits
   // Guarded by splitMutex_. The store of the last split whose lists of members were compared.
   c10::weak_intrusive_ptr<c10d::Store> splitStore_{c10::intrusive_ptr<c10d::Store>()};
 };

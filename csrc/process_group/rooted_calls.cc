@@ -9,7 +9,7 @@ namespace smddp::process_group {
 
 using c10::intrusive_ptr;
 using collectives::Collective;
-using engine::Request;
+using engine::calls::Request;
 
 intrusive_ptr<c10d::Work> ProcessGroup::broadcast(std::vector<at::Tensor>& tensors,
                                                   const c10d::BroadcastOptions& options) {

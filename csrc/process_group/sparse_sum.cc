@@ -13,8 +13,9 @@ constexpr size_t kNonZeros = 2;  // of Header
 
 }  // namespace
 
-SparseSum::SparseSum(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
-                     at::Tensor tensor, int32_t tag, Nanoseconds timeout)
+SparseSum::SparseSum(std::shared_ptr<engine::Engine> engine,
+                     std::shared_ptr<engine::groups::Group> group, at::Tensor tensor, int32_t tag,
+                     Nanoseconds timeout)
     : engine_(std::move(engine)),
       group_(std::move(group)),
       tensor_(std::move(tensor)),
@@ -39,15 +40,15 @@ SparseSum::Header SparseSum::header() const {
   return header;
 }
 
-engine::CompletionPtr SparseSum::begin() {
-  headers_.resize(static_cast<size_t>(group_->spec().size));
+engine::calls::CompletionPtr SparseSum::begin() {
+  headers_.resize(static_cast<size_t>(group_->spec.size));
   const auto bytes = std::as_writable_bytes(std::span(headers_));
-  engine::Request request;
+  engine::calls::Request request;
   request.collective = collectives::Collective::AllGather;
   request.input = {std::as_writable_bytes(std::span(header_))};
   request.output = {{bytes.data(), bytes.size()}};
   request.bytes = sizeof header_;
-  request.partOf = engine::PartOf::SparseAllReduce;
+  request.partOf = engine::calls::PartOf::SparseAllReduce;
   request.timeout = timeout_;
   request.keepAlive = shared_from_this();
   proceed({engine_->submit(*group_, std::move(request))}, &SparseSum::exchange);
@@ -55,11 +56,11 @@ engine::CompletionPtr SparseSum::begin() {
 }
 
 void SparseSum::exchange() {
-  const auto me = static_cast<size_t>(group_->spec().me);
-  std::vector<engine::CompletionPtr> parts;
+  const auto me = static_cast<size_t>(group_->spec.me);
+  std::vector<engine::calls::CompletionPtr> parts;
   const auto submit = [&](bool send, size_t peer, size_t owner) {
     if (headers_[owner][kNonZeros] == 0) return;
-    engine::Message message;
+    engine::calls::Message message;
     message.send = send;
     message.peer = static_cast<Rank>(peer);
     message.tag = tag_;
@@ -76,8 +77,8 @@ void SparseSum::exchange() {
           ErrorKind::Mismatch,
           fmt::format("all_reduce of sparse tensors: rank {} has another shape, dtype "
                       "or number of sparse dimensions than rank {}",
-                      group_->jobRank(static_cast<Rank>(rank)),
-                      group_->jobRank(static_cast<Rank>(me))));
+                      group_->membership.jobRank(static_cast<Rank>(rank)),
+                      group_->membership.jobRank(static_cast<Rank>(me))));
       engine_->fail(*group_, error);
       throw error;
     }
@@ -111,7 +112,7 @@ void SparseSum::add() {
   end(std::nullopt);
 }
 
-void SparseSum::proceed(const std::vector<engine::CompletionPtr>& parts,
+void SparseSum::proceed(const std::vector<engine::calls::CompletionPtr>& parts,
                         void (SparseSum::*step)()) {
   const auto self = shared_from_this();
   const auto next = [self, parts, step] {
@@ -138,6 +139,6 @@ void SparseSum::proceed(const std::vector<engine::CompletionPtr>& parts,
   }
 }
 
-void SparseSum::end(std::optional<Error> error) { engine_->finish(*done_, std::move(error)); }
+void SparseSum::end(std::optional<Error> error) { engine_->progress().finish(*done_, std::move(error)); }
 
 }  // namespace smddp::process_group

@@ -21,10 +21,10 @@ namespace smddp::process_group {
 
 class SparseSum : public std::enable_shared_from_this<SparseSum> {
  public:
-  SparseSum(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
+  SparseSum(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::groups::Group> group,
             at::Tensor tensor, int32_t tag, Nanoseconds timeout);
   // The completion ends when the tensor has the sum.
-  engine::CompletionPtr begin();
+  engine::calls::CompletionPtr begin();
 
  private:
   // Headers of all ranks are gathered before a rank knows how many dimensions the others have, so they have a fixed
@@ -37,16 +37,16 @@ class SparseSum : public std::enable_shared_from_this<SparseSum> {
   void exchange();
   void add();
   // Runs `step`, unless one of the parts has failed; an exception ends the call.
-  void proceed(const std::vector<engine::CompletionPtr>& parts, void (SparseSum::*step)());
+  void proceed(const std::vector<engine::calls::CompletionPtr>& parts, void (SparseSum::*step)());
   void end(std::optional<Error> error);
 
   const std::shared_ptr<engine::Engine> engine_;
-  const std::shared_ptr<engine::Group> group_;
+  const std::shared_ptr<engine::groups::Group> group_;
   const at::Tensor tensor_;
   const at::Tensor mine_;  // coalesced
   const int32_t tag_;
   const Nanoseconds timeout_;
-  const engine::CompletionPtr done_ = std::make_shared<engine::Completion>();
+  const engine::calls::CompletionPtr done_ = std::make_shared<engine::calls::Completion>();
   Header header_{};
   std::vector<Header> headers_;      // by rank
   std::vector<at::Tensor> indices_;  // by rank

@@ -51,12 +51,13 @@ DeviceCall* Staging::deviceCallFor(at::TensorList tensors) {
   return device_.get();
 }
 
-engine::Piece Staging::place(const at::Tensor& tensor, Access access, const at::Tensor* except) {
+engine::calls::Piece Staging::place(const at::Tensor& tensor, Access access,
+                                    const at::Tensor* except) {
   if (DeviceCall* const device = deviceCallFor(tensor)) return device->place(tensor, access);
   return placeAt(tensor, access, overlaps_.add(tensor, access, except));
 }
 
-engine::Piece Staging::placeAt(const at::Tensor& tensor, Access access, bool mustCopy) {
+engine::calls::Piece Staging::placeAt(const at::Tensor& tensor, Access access, bool mustCopy) {
   if (!mustCopy && usableInPlace(tensor)) return bytesOf(tensor);
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
   at::Tensor copy;
@@ -70,9 +71,9 @@ engine::Piece Staging::placeAt(const at::Tensor& tensor, Access access, bool mus
   return bytesOf(kept_.emplace_back(std::move(copy)));
 }
 
-engine::Pieces Staging::place(at::TensorList tensors, Access access) {
+engine::calls::Pieces Staging::place(at::TensorList tensors, Access access) {
   if (DeviceCall* const device = deviceCallFor(tensors)) return device->place(tensors, access);
-  engine::Pieces pieces;
+  engine::calls::Pieces pieces;
   pieces.reserve(tensors.size());
   const bool areApart = overlaps_.addIfApart(tensors, access);
   for (const at::Tensor& tensor : tensors) {
@@ -81,7 +82,8 @@ engine::Pieces Staging::place(at::TensorList tensors, Access access) {
   return pieces;
 }
 
-engine::Piece Staging::placeCopied(const at::Tensor& from, const at::Tensor& into, Access access) {
+engine::calls::Piece Staging::placeCopied(const at::Tensor& from, const at::Tensor& into,
+                                          Access access) {
   deviceCallFor(into);
   if (DeviceCall* const device = deviceCallFor(from)) {
     return device->placeCopied(from, into, access);
@@ -89,7 +91,7 @@ engine::Piece Staging::placeCopied(const at::Tensor& from, const at::Tensor& int
   const bool areSame = usableInPlace(from) && from.nbytes() == into.nbytes() &&
                        from.const_data_ptr() == into.const_data_ptr();
   overlaps_.add(from, access);
-  const engine::Piece bytes = place(into, Access::Write, areSame ? &from : nullptr);
+  const engine::calls::Piece bytes = place(into, Access::Write, areSame ? &from : nullptr);
   const bool isCopied = bytes.data() != into.const_data_ptr();
   // To torch, tensors of one element with different strides overlap partly. It refuses to copy them.
   if (areSame && !isCopied) return bytes;
@@ -99,20 +101,20 @@ engine::Piece Staging::placeCopied(const at::Tensor& from, const at::Tensor& int
   return bytes;
 }
 
-std::pair<engine::Pieces, engine::Pieces> Staging::placeBlocks(const Blocks& sent,
-                                                               const Blocks& received) {
+std::pair<engine::calls::Pieces, engine::calls::Pieces> Staging::placeBlocks(
+    const Blocks& sent, const Blocks& received) {
   deviceCallFor(sent.tensors);
   if (DeviceCall* const device = deviceCallFor(received.tensors)) {
     return device->placeBlocks(sent, received);
   }
   const OwnBlock from = ownBlockOf(sent), into = ownBlockOf(received);
-  engine::Pieces input = toRead(sent.tensors);
+  engine::calls::Pieces input = toRead(sent.tensors);
   // This rank's own block may lie in both lists: no other rank writes it.
   const bool isInPlace = from.address != nullptr && from.address == into.address &&
                          sent.tensors[from.holder].numel() == sent.count &&
                          sent.count == received.count && usableInPlace(sent.tensors[from.holder]);
   if (!isInPlace) return {std::move(input), toWrite(received.tensors)};
-  engine::Pieces output;
+  engine::calls::Pieces output;
   for (size_t i = 0; i < received.tensors.size(); ++i) {
     const at::Tensor* const except = i == into.holder ? &sent.tensors[from.holder] : nullptr;
     output.push_back(place(received.tensors[i], Access::Write, except));

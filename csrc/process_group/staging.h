@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/pieces.h"
+#include "engine/calls/pieces.h"
 #include "process_group/device_call.h"
 #include "process_group/overlaps.h"
 
@@ -42,19 +42,20 @@ class Staging {
 
   // The bytes that a request uses for a tensor that the call reads, sends to other ranks only, writes, or reads and
   // writes: those of the tensor, or of a copy.
-  engine::Piece toRead(const at::Tensor& tensor) { return place(tensor, Access::Read); }
-  engine::Piece toSend(const at::Tensor& tensor) { return place(tensor, Access::Send); }
-  engine::Piece toWrite(const at::Tensor& tensor) { return place(tensor, Access::Write); }
-  engine::Piece toUpdate(const at::Tensor& tensor) { return place(tensor, Access::Update); }
-  engine::Pieces toRead(at::TensorList tensors) { return place(tensors, Access::Read); }
-  engine::Pieces toWrite(at::TensorList tensors) { return place(tensors, Access::Write); }
-  engine::Pieces toUpdate(at::TensorList tensors) { return place(tensors, Access::Update); }
+  engine::calls::Piece toRead(const at::Tensor& tensor) { return place(tensor, Access::Read); }
+  engine::calls::Piece toSend(const at::Tensor& tensor) { return place(tensor, Access::Send); }
+  engine::calls::Piece toWrite(const at::Tensor& tensor) { return place(tensor, Access::Write); }
+  engine::calls::Piece toUpdate(const at::Tensor& tensor) { return place(tensor, Access::Update); }
+  engine::calls::Pieces toRead(at::TensorList tensors) { return place(tensors, Access::Read); }
+  engine::calls::Pieces toWrite(at::TensorList tensors) { return place(tensors, Access::Write); }
+  engine::calls::Pieces toUpdate(at::TensorList tensors) { return place(tensors, Access::Update); }
   // For calls that work in place: the bytes of `into`, with the elements of `from` already there. Access::Read, or
   // Access::Send where they only go to other ranks.
-  engine::Piece placeCopied(const at::Tensor& from, const at::Tensor& into, Access access);
+  engine::calls::Piece placeCopied(const at::Tensor& from, const at::Tensor& into, Access access);
   // For calls that move blocks: the bytes that are sent, and those that are received. This rank's own block goes from
   // `sent` to `received`.
-  std::pair<engine::Pieces, engine::Pieces> placeBlocks(const Blocks& sent, const Blocks& received);
+  std::pair<engine::calls::Pieces, engine::calls::Pieces> placeBlocks(const Blocks& sent,
+                                                                      const Blocks& received);
   // Whether one request may have blocks of several sizes; else they are messages.
   bool takesSplits() const { return device_ && device_->takesSplits(); }
 
@@ -69,10 +70,11 @@ class Staging {
 
  private:
   // `except`: see Overlaps::add().
-  engine::Piece place(const at::Tensor& tensor, Access access, const at::Tensor* except = nullptr);
-  engine::Pieces place(at::TensorList tensors, Access access);
+  engine::calls::Piece place(const at::Tensor& tensor, Access access,
+                             const at::Tensor* except = nullptr);
+  engine::calls::Pieces place(at::TensorList tensors, Access access);
   // The bytes of a tensor, where it lies or, if it must be copied, in a copy.
-  engine::Piece placeAt(const at::Tensor& tensor, Access access, bool mustCopy);
+  engine::calls::Piece placeAt(const at::Tensor& tensor, Access access, bool mustCopy);
   // Checks that these tensors are on the same device as those before. Null: that is the CPU.
   DeviceCall* deviceCallFor(const at::Tensor& tensor);
   DeviceCall* deviceCallFor(at::TensorList tensors);

@@ -26,8 +26,8 @@ std::shared_ptr<void> Work::Call::keepAlive() const {
   return tensors;
 }
 
-Work::Work(int rank, std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
-           Call call)
+Work::Work(int rank, std::shared_ptr<engine::Engine> engine,
+           std::shared_ptr<engine::groups::Group> group, Call call)
     : c10d::Work(rank, call.type, call.title, call.inputs),
       engine_(std::move(engine)),
       group_(std::move(group)),
@@ -35,7 +35,7 @@ Work::Work(int rank, std::shared_ptr<engine::Engine> engine, std::shared_ptr<eng
       call_(std::move(call)),
       start_(call_.hooks && !call_.hooks->completion.empty() ? MonotonicClock().now() : 0) {}
 
-void Work::setOperations(std::vector<engine::CompletionPtr> completions) {
+void Work::setOperations(std::vector<engine::calls::CompletionPtr> completions) {
   completions_ = std::move(completions);
   // A profiler's range must end, and staged tensors must get their values, when the operation ends, not when somebody
   // asks.
@@ -185,7 +185,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-void Work::abort() { engine_->abort(*group_, fmt::format("{} was aborted", call_.title)); }
+void Work::abort() { engine_->fail(*group_, Error(ErrorKind::Aborted, fmt::format("{} was aborted", call_.title))); }
 
 at::IValue Work::futureValue() const {
   if (call_.outputs.empty()) return at::IValue(std::vector<at::Tensor>());
@@ -235,7 +235,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
     finishFuture();
   } else {
     // Its callbacks may wait for a lock that a thread holds in a call.
-    whenEnded([self] { self->engine_->runCallback([self] { self->finishFuture(); }); });
+    whenEnded([self] { self->engine_->progress().runBlocking([self] { self->finishFuture(); }); });
   }
   return future_;
 }

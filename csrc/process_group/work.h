@@ -10,7 +10,7 @@
 #include <optional>
 #include <vector>
 
-#include "engine/completion.h"
+#include "engine/calls/completion.h"
 #include "engine/engine.h"
 #include "process_group/call_order.h"
 #include "process_group/hooks.h"
@@ -56,10 +56,10 @@ class Work final : public c10d::Work {
     // The calls between startCoalescing() and endCoalescing(), of the Work that the latter returns.
     std::vector<c10::intrusive_ptr<Work>> parts;
   };
-  Work(int rank, std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
-       Call call);
+  Work(int rank, std::shared_ptr<engine::Engine> engine,
+       std::shared_ptr<engine::groups::Group> group, Call call);
   // Sets the operations of this call. Once, before anybody else sees the object.
-  void setOperations(std::vector<engine::CompletionPtr> completions);
+  void setOperations(std::vector<engine::calls::CompletionPtr> completions);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -91,7 +91,7 @@ class Work final : public c10d::Work {
   // future's callbacks.
   void finishFuture();
   // The completions of the call's operations.
-  const std::vector<engine::CompletionPtr>& completions() const { return completions_; }
+  const std::vector<engine::calls::CompletionPtr>& completions() const { return completions_; }
   // A reference to the tensors of the call.
   std::shared_ptr<void> keepAlive() const { return call_.keepAlive(); }
   // Called when only weak references are left, which must not keep the tensors alive.
@@ -109,11 +109,11 @@ class Work final : public c10d::Work {
   at::IValue futureValue() const;
 
   const std::shared_ptr<engine::Engine> engine_;
-  const std::shared_ptr<engine::Group> group_;
+  const std::shared_ptr<engine::groups::Group> group_;
   const uint64_t completionKey_;
   Call call_;                // constant as long as anybody holds the object
   const Nanoseconds start_;  // 0: nobody wants to know how long it takes
-  std::vector<engine::CompletionPtr> completions_;
+  std::vector<engine::calls::CompletionPtr> completions_;
   std::atomic<float> milliseconds_{-1};  // see getDuration()
   std::once_flag settled_;
   std::optional<Error> copyError_;  // written within settled_; read when copyFailed_

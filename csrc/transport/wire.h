@@ -30,7 +30,7 @@ struct CallFingerprint {
   uint8_t collective = 0;
   uint8_t dtype = 0;
   uint8_t op = 0;
-  uint8_t flags = 0;  // engine::PartOf
+  uint8_t flags = 0;  // engine::calls::PartOf
   int32_t root = -1;
   uint64_t bytes = 0;
   friend bool operator==(const CallFingerprint&, const CallFingerprint&) = default;
@@ -61,7 +61,7 @@ struct PutHeader {
 static_assert(sizeof(PutHeader) == kHeaderBytes && std::is_trivially_copyable_v<PutHeader>);
 static_assert(std::has_unique_object_representations_v<PutHeader>);
 
-// Kinds below kFirstEngineKind belong to the channels, the others to the engine (engine/control_kind.h).
+// Kinds below kFirstEngineKind belong to the channels, the others to the engine (engine/calls/control_kind.h).
 enum class ControlKind : uint8_t { Open = 1, Grant = 2, Close = 3, Abort = 4 };
 inline constexpr uint8_t kFirstEngineKind = 64;
 

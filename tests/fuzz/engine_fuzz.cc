@@ -9,10 +9,10 @@
 
 #include "common/error.h"
 #include "common/ownership.h"
-#include "engine/group.h"
-#include "engine/group_registry.h"
-#include "engine/process.h"
-#include "engine/region.h"
+#include "engine/groups/group.h"
+#include "engine/groups/group_registry.h"
+#include "engine/memory/region.h"
+#include "engine/process/process.h"
 #include "hostile_transport.h"
 #include "script.h"
 
@@ -51,49 +51,48 @@ class ScriptClock final : public Clock {
 struct Player {
   Player(Rank me, int size, const std::shared_ptr<ScriptClock>& clock) {
     (void)ownership.tryAcquire();
-    Process::Options options;
+    process::Process::Options options;
     options.clock = clock;
     options.fabric = [this] {
       auto made = std::make_unique<HostileTransport>();
       network = made.get();
       return made;
     };
-    options.id = ProcessId{static_cast<std::byte>(1 + me)};
+    options.id = process::ProcessId{static_cast<std::byte>(1 + me)};
     options.nodeName = "a";
     options.slabBytes = size_t{64} << 20;
     options.lifelines = false;
     process.emplace(std::move(options), ownership);
     process->openFabric(1, "127.0.0.1");
     registry.emplace(ownership, *process);
-    group = std::make_shared<Group>(*process, Group::Spec{"g", me, size});
-    introduction = process->introduce(group->makeEntry());
+    place.emplace(*process, groups::GroupSpec{"g", me, size});
   }
 
   void join(const std::vector<bootstrap::Introduction>& all) {
     std::vector<std::string> nodes{"a", "a", "b"};
     nodes.resize(all.size());
-    group->join(all, nodes);
+    group = std::make_shared<groups::Group>(*process, *place, groups::Members{all, nodes});
   }
-  void submit(Message message) {
-    group->submit(std::move(message), std::make_shared<Completion>());
+  void submit(calls::Message message) {
+    group->submit(std::move(message), std::make_shared<calls::Completion>());
     registry->activate(*group);
   }
-  void submit(Request request) {
-    group->submit(std::move(request), std::make_shared<Completion>());
+  void submit(calls::Request request) {
+    group->operations.submit(std::move(request), std::make_shared<calls::Completion>());
     registry->activate(*group);
   }
   // Where mates read what this process tells its group.
   std::span<std::byte> region() {
-    const GroupEntry entry = GroupEntry::decode(introduction);
+    const team::GroupEntry entry = team::GroupEntry::decode(place->introduction);
     return {process->memory().slab->data() + entry.regionOffset, entry.regionBytes};
   }
 
   Ownership ownership;
   HostileTransport* network = nullptr;
-  std::optional<Process> process;
-  std::optional<GroupRegistry> registry;
-  std::shared_ptr<Group> group;
-  bootstrap::Introduction introduction;
+  std::optional<process::Process> process;
+  std::optional<groups::GroupRegistry> registry;
+  std::optional<groups::Place> place;
+  std::shared_ptr<groups::Group> group;
 };
 
 void overwrite(Script& script, std::span<std::byte> memory) {
@@ -121,12 +120,12 @@ Blob message(Script& script, uint64_t group) {
   return bytes;
 }
 
-Message messageOf(Script& script, uint8_t what, Rank last, std::vector<Blob>& buffers) {
+calls::Message messageOf(Script& script, uint8_t what, Rank last, std::vector<Blob>& buffers) {
   buffers.emplace_back(script.byte());
-  Message message;
+  calls::Message message;
   message.send = what >= 128;
   message.peer = what / 16 % 2 == 0 ? last : 1;
-  if (!message.send && what / 32 % 2 != 0) message.peer = kAnySource;
+  if (!message.send && what / 32 % 2 != 0) message.peer = calls::kAnySource;
   message.buffered = message.send && what / 32 % 2 != 0;
   message.tag = script.byte() % 2;
   message.buffer = {buffers.back()};
@@ -135,9 +134,9 @@ Message messageOf(Script& script, uint8_t what, Rank last, std::vector<Blob>& bu
 }
 
 // A collective of the player. The memory of its tensors may be such that mates read it, which takes long to make.
-Request requestOf(Player& player, uint8_t what, bool mayShare, std::vector<Blob>& buffers) {
+calls::Request requestOf(Player& player, uint8_t what, bool mayShare, std::vector<Blob>& buffers) {
   using collectives::Collective;
-  Request request;
+  calls::Request request;
   request.timeout = kTimeout;
   request.type = DataType::float32;
   if (what / 16 % 4 == 0) return request;  // a barrier
@@ -164,8 +163,9 @@ void run(Script& script) {
   const int size = (published & 128) != 0 ? 2 : 3;
   Player we(0, size, clock), mate(1, size, clock);
 
-  std::vector<bootstrap::Introduction> all{we.introduction, mate.introduction, mate.introduction};
-  all[2].processId = ProcessId{std::byte{9}};
+  std::vector<bootstrap::Introduction> all{we.place->introduction, mate.place->introduction,
+                                           mate.place->introduction};
+  all[2].processId = process::ProcessId{std::byte{9}};
   for (const size_t rank : {1, 2}) {
     if ((published >> rank & 1) == 0) continue;
     const auto bytes = script.piece();
@@ -179,7 +179,7 @@ void run(Script& script) {
   bool isHonest = published % 32 == 0;
   we.join(all);
   const bool mayShare = (published & 64) != 0;
-  const uint64_t id = we.group->id();
+  const uint64_t id = we.group->membership.group;
   const auto receive = [&] {
     if (size < 3) return;
     we.network->deliver([&](transport::Sink& sink) { sink.onControl(0, message(script, id)); });
@@ -235,7 +235,7 @@ void run(Script& script) {
     }
   }
   (void)we.registry->advance();
-  Leftovers leftovers;
+  calls::Leftovers leftovers;
   we.registry->leaveAll();
   we.registry->moveLeftoversTo(leftovers);
   we.registry->reap();

@@ -5,8 +5,8 @@
 
 #include "common/error.h"
 #include "common/ownership.h"
-#include "engine/call.h"
-#include "engine/matcher.h"
+#include "engine/calls/call.h"
+#include "engine/operations/matcher.h"
 #include "hostile_transport.h"
 #include "script.h"
 #include "transport/channel_table.h"
@@ -21,7 +21,7 @@ using transport::Bytes;
 constexpr uint64_t kGroup = 1;
 constexpr int64_t kMessageBytes = 64, kWindow = 4;
 
-class Peer final : public Matcher::Host, public transport::ControlSink {
+class Peer final : public operations::Matcher::Host, public transport::ControlSink {
  public:
   Peer() { (void)ownership.tryAcquire(); }
   void sendControl(Rank, Bytes) override {}
@@ -29,7 +29,7 @@ class Peer final : public Matcher::Host, public transport::ControlSink {
   transport::ReceiveChannel& receiveChannel(Rank) override {
     return table.receive({kGroup, 0, 0, 1, 0}, 0, window, {}, kMessageBytes, kWindow);
   }
-  void finish(Transfer& transfer) override {
+  void finish(operations::Transfer& transfer) override {
     if (transfer.moved > transfer.bytes) std::abort();
     (void)transfer.completion->finish(std::nullopt);
   }
@@ -43,24 +43,24 @@ class Peer final : public Matcher::Host, public transport::ControlSink {
   transport::ChannelTable table{wire, *this};
   std::vector<std::byte> window =
       std::vector<std::byte>(kWindow * transport::slotStride(kMessageBytes));
-  Matcher matcher{ownership, *this, kGroup, 0};
+  operations::Matcher matcher{ownership, *this, kGroup, 0};
 };
 
 void play(Script& script, Peer& peer, std::vector<std::vector<std::byte>>& buffers) {
   const uint8_t what = script.byte();
   // The call that a rank claims to be in.
-  if (what == 255) (void)describe(script.number<transport::CallFingerprint>());
+  if (what == 255) (void)calls::describe(script.number<transport::CallFingerprint>());
   switch (what % 8) {
     case 0:
     case 1: {
       buffers.emplace_back(script.byte());
-      Transfer transfer;
+      operations::Transfer transfer;
       transfer.message.send = what % 8 == 0;
       transfer.message.buffered = what >= 128;
-      transfer.message.peer = what % 8 == 1 && what >= 128 ? kAnySource : 1;
+      transfer.message.peer = what % 8 == 1 && what >= 128 ? calls::kAnySource : 1;
       transfer.message.tag = what / 8 % 4;
       transfer.message.buffer = {buffers.back()};
-      transfer.completion = std::make_shared<Completion>();
+      transfer.completion = std::make_shared<calls::Completion>();
       const auto completion = transfer.completion;
       peer.matcher.submit(std::move(transfer));
       if (what >= 192) (void)peer.matcher.withdraw(*completion);
@@ -102,7 +102,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   try {
     while (!script.done()) play(script, peer, buffers);
     // What is left in flight is intact.
-    peer.matcher.forEach([](const engine::Transfer& transfer) {
+    peer.matcher.forEach([](const engine::operations::Transfer& transfer) {
       if (transfer.moved > transfer.bytes) std::abort();
     });
   } catch (const Error& error) {

@@ -10,7 +10,7 @@
 #include "bootstrap/introduction.h"
 #include "bootstrap/lifeline_wire.h"
 #include "bootstrap/locality.h"
-#include "engine/blame.h"
+#include "engine/team/blame.h"
 #include "process_group/message_front.h"
 #include "store/frames.h"
 #include "transport/tcp/frames.h"
@@ -311,7 +311,7 @@ void stripedSeeds() {
 
 void engineSeeds() {
   using namespace transport;
-  using namespace engine;
+  using namespace engine::team;
   // Makes a control message from rank 2, with our group in it.
   const auto control = [](const auto& message) {
     return behind({2, 1, sizeof message}, bytesOf(message));

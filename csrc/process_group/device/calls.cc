@@ -12,8 +12,10 @@ using c10::intrusive_ptr;
 // The operations of one call, until the engine has them.
 class WaitingOperations {
  public:
-  WaitingOperations(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
-                    std::vector<engine::Request> requests, std::vector<engine::Message> messages,
+  WaitingOperations(std::shared_ptr<engine::Engine> engine,
+                    std::shared_ptr<engine::groups::Group> group,
+                    std::vector<engine::calls::Request> requests,
+                    std::vector<engine::calls::Message> messages,
                     const std::shared_ptr<void>& keepAlive)
       : engine_(std::move(engine)),
         group_(std::move(group)),
@@ -22,11 +24,11 @@ class WaitingOperations {
     for (auto& request : requests_) request.keepAlive = keepAlive;
     for (auto& message : messages_) message.keepAlive = keepAlive;
     for (size_t i = 0; i < requests_.size() + messages_.size(); ++i) {
-      completions_.push_back(std::make_shared<engine::Completion>());
+      completions_.push_back(std::make_shared<engine::calls::Completion>());
     }
   }
 
-  const std::vector<engine::CompletionPtr>& completions() const { return completions_; }
+  const std::vector<engine::calls::CompletionPtr>& completions() const { return completions_; }
   Nanoseconds timeout() const {
     Nanoseconds longest = 0;
     for (const auto& request : requests_) longest = std::max(longest, request.timeout);
@@ -46,7 +48,7 @@ class WaitingOperations {
   void end(const Error& error, const std::string& title) {
     const Error told(error.kind(), fmt::format("{}: {}", title, error.what()));
     if (error.kind() != ErrorKind::Aborted) engine_->fail(*group_, told);
-    for (; begun_ < completions_.size(); ++begun_) engine_->finish(*completions_[begun_], told);
+    for (; begun_ < completions_.size(); ++begun_) engine_->progress().finish(*completions_[begun_], told);
   }
 
  private:
@@ -63,10 +65,10 @@ class WaitingOperations {
   }
 
   const std::shared_ptr<engine::Engine> engine_;
-  const std::shared_ptr<engine::Group> group_;
-  std::vector<engine::Request> requests_;
-  std::vector<engine::Message> messages_;
-  std::vector<engine::CompletionPtr> completions_;
+  const std::shared_ptr<engine::groups::Group> group_;
+  std::vector<engine::calls::Request> requests_;
+  std::vector<engine::calls::Message> messages_;
+  std::vector<engine::calls::CompletionPtr> completions_;
   size_t begun_ = 0;
 };
 
@@ -74,7 +76,7 @@ class WaitingOperations {
 class Part {
  public:
   Part(std::shared_ptr<DeviceTurns> turns, std::shared_ptr<engine::Engine> engine,
-       engine::CompletionPtr completion, std::string title)
+       engine::calls::CompletionPtr completion, std::string title)
       : turns_(std::move(turns)),
         engine_(std::move(engine)),
         completion_(std::move(completion)),
@@ -103,7 +105,7 @@ class Part {
   // Does nothing the second time: close() may end it, too.
   void end(const std::optional<Error>& error) {
     if (ended_.exchange(true)) return;
-    engine_->finish(
+    engine_->progress().finish(
         *completion_,
         error ? std::optional(Error(error->kind(), fmt::format("{}: {}", title_, error->what())))
               : std::nullopt);
@@ -112,7 +114,7 @@ class Part {
  private:
   const std::shared_ptr<DeviceTurns> turns_;
   const std::shared_ptr<engine::Engine> engine_;
-  const engine::CompletionPtr completion_;
+  const engine::calls::CompletionPtr completion_;
   const std::string title_;
   std::atomic<bool> ended_{false};
 };
@@ -150,16 +152,16 @@ std::shared_ptr<DeviceCall> Calls::begin(const CallKind& kind, const at::Tensor&
 }
 
 bool Calls::leavesNode(const CallKind& kind) const {
-  const auto& topology = group_->topology();
+  const auto& topology = group_->membership.topology;
   if (!kind.collective) {
     return kind.receiver != CallKind::kNobody &&
            topology.nodeOf(kind.receiver) != topology.myNode();
   }
-  return topology.numNodes() > 1 && topology.numNodes() == group_->spec().size;
+  return topology.numNodes() > 1 && topology.numNodes() == group_->spec.size;
 }
 
-intrusive_ptr<Work> Calls::submit(Work::Call call, std::vector<engine::Request> requests,
-                                  std::vector<engine::Message> messages) {
+intrusive_ptr<Work> Calls::submit(Work::Call call, std::vector<engine::calls::Request> requests,
+                                  std::vector<engine::calls::Message> messages) {
   const auto& device = call.staging.device();
   if (device == nullptr || !device->takesSplits()) {
     return submitThroughHost(std::move(call), std::move(requests), std::move(messages));
@@ -169,12 +171,13 @@ intrusive_ptr<Work> Calls::submit(Work::Call call, std::vector<engine::Request> 
 }
 
 intrusive_ptr<Work> Calls::newWork(Work::Call call) const {
-  return c10::make_intrusive<Work>(group_->spec().me, engine_, group_, std::move(call));
+  return c10::make_intrusive<Work>(group_->spec.me, engine_, group_, std::move(call));
 }
 
 // Also for a call on the CPU that has to queue behind others.
-intrusive_ptr<Work> Calls::submitThroughHost(Work::Call call, std::vector<engine::Request> requests,
-                                             std::vector<engine::Message> messages) {
+intrusive_ptr<Work> Calls::submitThroughHost(Work::Call call,
+                                             std::vector<engine::calls::Request> requests,
+                                             std::vector<engine::calls::Message> messages) {
   const auto copies = copiesOf(call);
   if (copies) copies->seal();
   const bool collective = !requests.empty();
@@ -210,16 +213,16 @@ void Calls::remember(const intrusive_ptr<Work>& work, const std::shared_ptr<Devi
 }
 
 intrusive_ptr<Work> Calls::submitOnDevice(Work::Call call,
-                                          const std::vector<engine::Request>& requests) {
+                                          const std::vector<engine::calls::Request>& requests) {
   const auto copies = copiesOf(call);
   const bool willWait = std::all_of(requests.begin(), requests.end(),
                                     [](const auto& request) { return request.willWait; });
   std::vector<std::shared_ptr<Part>> parts;
-  std::vector<engine::CompletionPtr> completions;
+  std::vector<engine::calls::CompletionPtr> completions;
   const auto keepAlive = call.keepAlive();
   translated([&] {
     for (const auto& request : requests) {
-      completions.push_back(std::make_shared<engine::Completion>());
+      completions.push_back(std::make_shared<engine::calls::Completion>());
       parts.push_back(std::make_shared<Part>(route_->begin(request, copies, keepAlive), engine_,
                                              completions.back(), call.title));
     }

@@ -23,7 +23,7 @@ class Route {
   virtual bool serves(collectives::Collective collective, const at::Tensor& tensor,
                       ReduceOp op) const = 0;
   // Begins a call whose buffers are on the device, on the stream of `copies`. `keepAlive`: the tensors.
-  virtual std::shared_ptr<DeviceTurns> begin(const engine::Request& request,
+  virtual std::shared_ptr<DeviceTurns> begin(const engine::calls::Request& request,
                                              const std::shared_ptr<DeviceCopies>& copies,
                                              std::shared_ptr<void> keepAlive) = 0;
 };
@@ -39,17 +39,18 @@ class Calls final : public DeviceCalls {
   void sendFrom(DeviceSources& sources) { sources_ = &sources; }
 
   std::shared_ptr<DeviceCall> begin(const CallKind& kind, const at::Tensor& first) override;
-  c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::Request> requests,
-                                  std::vector<engine::Message> messages) override;
+  c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::calls::Request> requests,
+                                  std::vector<engine::calls::Message> messages) override;
   void synchronize() override;
 
  private:
   // Whether a call meets only ranks of other nodes: what goes between ranks of a node is copied by the host.
   bool leavesNode(const CallKind& kind) const;
-  c10::intrusive_ptr<Work> submitThroughHost(Work::Call call, std::vector<engine::Request> requests,
-                                             std::vector<engine::Message> messages);
+  c10::intrusive_ptr<Work> submitThroughHost(Work::Call call,
+                                             std::vector<engine::calls::Request> requests,
+                                             std::vector<engine::calls::Message> messages);
   c10::intrusive_ptr<Work> submitOnDevice(Work::Call call,
-                                          const std::vector<engine::Request>& requests);
+                                          const std::vector<engine::calls::Request>& requests);
   c10::intrusive_ptr<Work> newWork(Work::Call call) const;
   // Makes synchronize() wait for a call.
   void remember(const c10::intrusive_ptr<Work>& work, const std::shared_ptr<DeviceCopies>& copies);

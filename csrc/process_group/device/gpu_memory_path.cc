@@ -11,7 +11,7 @@
 namespace smddp::process_group::device {
 namespace {
 
-using engine::Request;
+using engine::calls::Request;
 
 template <typename T>
 std::span<std::byte> asBytes(T* first, size_t count) {
@@ -56,8 +56,8 @@ cuda::Call callOf(const Request& request, const cuda::SharedGpu& gpu) {
 }
 
 // The beginning of the run of bytes that the pieces make, one behind the other; null where there are no bytes.
-std::byte* beginOf(const engine::Pieces& pieces) {
-  if (engine::totalBytes(pieces) == 0) return nullptr;
+std::byte* beginOf(const engine::calls::Pieces& pieces) {
+  if (engine::calls::totalBytes(pieces) == 0) return nullptr;
   std::byte* const begin = pieces.front().data();
   std::byte* end = begin;
   for (const auto& piece : pieces) {
@@ -68,7 +68,8 @@ std::byte* beginOf(const engine::Pieces& pieces) {
 }
 
 // The bytes of each rank's block. One piece holds equal blocks of all ranks.
-std::array<uint64_t, cuda::kMaxSharing> blocksOf(const engine::Pieces& pieces, size_t ranks) {
+std::array<uint64_t, cuda::kMaxSharing> blocksOf(const engine::calls::Pieces& pieces,
+                                                 size_t ranks) {
   std::array<uint64_t, cuda::kMaxSharing> bytes{};
   for (size_t rank = 0; rank < ranks; ++rank) {
     bytes[rank] = pieces.size() == 1 ? pieces[0].size() / ranks : pieces[rank].size();
@@ -77,8 +78,8 @@ std::array<uint64_t, cuda::kMaxSharing> blocksOf(const engine::Pieces& pieces, s
 }
 
 cuda::Buffers buffersOf(const Request& request, size_t ranks) {
-  const engine::Pieces& input = request.input.empty() ? request.output : request.input;
-  const engine::Pieces& output = request.output.empty() ? request.input : request.output;
+  const engine::calls::Pieces& input = request.input.empty() ? request.output : request.input;
+  const engine::calls::Pieces& output = request.output.empty() ? request.input : request.output;
   cuda::Buffers buffers{beginOf(input), beginOf(output), {}};
   if (request.collective == collectives::Collective::AllToAll) {
     buffers.splits = {blocksOf(input, ranks), blocksOf(output, ranks)};
@@ -153,7 +154,7 @@ class Turns final : public DeviceTurns,
       exchange_ = path_->engine().submit(*path_->group(), std::move(request));
       return;
     }
-    exchange_ = std::make_shared<engine::Completion>();
+    exchange_ = std::make_shared<engine::calls::Completion>();
     if (last) {
       exchange_->then([self = shared_from_this()] { self->finish(); });
     }
@@ -206,7 +207,7 @@ class Turns final : public DeviceTurns,
   std::atomic<bool> engineFailed_{false};
   cuda::Descriptor mine_;
   std::vector<cuda::Descriptor> all_;
-  engine::CompletionPtr exchange_;  // under way, or the last
+  engine::calls::CompletionPtr exchange_;  // under way, or the last
   std::function<void(const std::optional<Error>&)> atEnd_;
   cuda::SharedCall call_;
 };
@@ -230,7 +231,7 @@ void requireKernels(const cuda::DeviceTable& table, c10::Device device) {
 }  // namespace
 
 GpuMemoryPath::GpuMemoryPath(std::shared_ptr<engine::Engine> engine,
-                             std::shared_ptr<engine::Group> group, c10::Device device,
+                             std::shared_ptr<engine::groups::Group> group, c10::Device device,
                              std::string library)
     : engine_(std::move(engine)),
       group_(std::move(group)),
@@ -244,10 +245,10 @@ std::vector<T> GpuMemoryPath::gather(const T& mine, Nanoseconds timeout) {
     std::vector<T> all;
   };
   const auto buffers = std::make_shared<Buffers>(
-      Buffers{mine, std::vector<T>(static_cast<size_t>(group_->spec().size))});
+      Buffers{mine, std::vector<T>(static_cast<size_t>(group_->spec.size))});
   Request request = exchangeOf(buffers->mine, buffers->all, timeout);
   request.keepAlive = buffers;
-  const auto completion = std::make_shared<engine::Completion>();
+  const auto completion = std::make_shared<engine::calls::Completion>();
   const auto ended = std::make_shared<std::promise<void>>();
   completion->then([ended] { ended->set_value(); });
   engine_->enqueue(*group_, std::move(request), completion);
@@ -257,7 +258,7 @@ std::vector<T> GpuMemoryPath::gather(const T& mine, Nanoseconds timeout) {
 }
 
 std::string GpuMemoryPath::connect(Nanoseconds timeout) {
-  const auto& spec = group_->spec();
+  const auto& spec = group_->spec;
   cuda::Introduction mine;
   try {
     gpu_ = std::make_unique<cuda::SharedGpu>(cuda::loadLibrary(library_), device_.index(), spec.me,

@@ -19,15 +19,16 @@ namespace smddp::process_group::device {
 class GpuMemoryPath : public std::enable_shared_from_this<GpuMemoryPath> {
  public:
   // library: of the CUDA part.
-  GpuMemoryPath(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
-                c10::Device device, std::string library);
+  GpuMemoryPath(std::shared_ptr<engine::Engine> engine,
+                std::shared_ptr<engine::groups::Group> group, c10::Device device,
+                std::string library);
 
   // Opens the memory of the other ranks, in the order of the group's calls; blocks until all ranks have come. Returns
   // an empty string, or why that is not possible, which is the same text on all ranks. Runs no continuations.
   std::string connect(Nanoseconds timeout);
 
   // Carries out a call whose buffers are on the GPU, on the stream of `copies`. `keepAlive`: the tensors.
-  std::shared_ptr<DeviceTurns> begin(const engine::Request& request,
+  std::shared_ptr<DeviceTurns> begin(const engine::calls::Request& request,
                                      const std::shared_ptr<DeviceCopies>& copies,
                                      std::shared_ptr<void> keepAlive);
 
@@ -36,14 +37,14 @@ class GpuMemoryPath : public std::enable_shared_from_this<GpuMemoryPath> {
 
   cuda::SharedGpu& gpu() { return *gpu_; }
   engine::Engine& engine() { return *engine_; }
-  const std::shared_ptr<engine::Group>& group() const { return group_; }
+  const std::shared_ptr<engine::groups::Group>& group() const { return group_; }
 
  private:
   template <typename T>
   std::vector<T> gather(const T& mine, Nanoseconds timeout);
 
   const std::shared_ptr<engine::Engine> engine_;
-  const std::shared_ptr<engine::Group> group_;
+  const std::shared_ptr<engine::groups::Group> group_;
   const c10::Device device_;
   const std::string library_;
   std::unique_ptr<cuda::SharedGpu> gpu_;  // after connect()

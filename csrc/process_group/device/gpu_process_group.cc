@@ -127,7 +127,7 @@ GpuProcessGroup::GpuProcessGroup(const Creation& creation, GpuSupport support)
   sendDirectly(static_cast<Calls&>(devices()));
 }
 
-GpuProcessGroup::GpuProcessGroup(std::shared_ptr<engine::Group> group,
+GpuProcessGroup::GpuProcessGroup(std::shared_ptr<engine::groups::Group> group,
                                  std::chrono::milliseconds timeout,
                                  const intrusive_ptr<c10d::Store>& store, GpuSupport support)
     : ProcessGroup(std::move(group), timeout, std::make_unique<Calls>(this)),
@@ -138,7 +138,7 @@ GpuProcessGroup::GpuProcessGroup(std::shared_ptr<engine::Group> group,
 
 // A group on one node does not use the network.
 void GpuProcessGroup::sendDirectly(Calls& calls) const {
-  if (!settings().gpuDirect || group()->topology().numNodes() == 1) return;
+  if (!settings().gpuDirect || group()->membership.topology.numNodes() == 1) return;
   calls.sendFrom(DeviceSources::shared(support_.library));
 }
 
@@ -317,7 +317,7 @@ bool GpuProcessGroup::serves(collectives::Collective collective, const at::Tenso
   return false;
 }
 
-std::shared_ptr<DeviceTurns> GpuProcessGroup::begin(const engine::Request& request,
+std::shared_ptr<DeviceTurns> GpuProcessGroup::begin(const engine::calls::Request& request,
                                                     const std::shared_ptr<DeviceCopies>& copies,
                                                     std::shared_ptr<void> keepAlive) {
   if (rails_) return rails_->begin(request, copies, std::move(keepAlive));
@@ -353,7 +353,7 @@ GpuProcessGroup::State GpuProcessGroup::decide(std::chrono::milliseconds timeout
 GpuProcessGroup::State GpuProcessGroup::decideFor(int rank) {
   if (const auto known = messages_.find(rank); known != messages_.end()) return known->second;
   // A batch of NCCL's messages connects all ranks of a group, so NCCL must be allowed to serve the whole group.
-  const bool may = group()->topology().numNodes() == 1 ||
+  const bool may = group()->membership.topology.numNodes() == 1 ||
                    cuda::decidesAlone(settings().gpuPath, static_cast<bool>(support_.makeNccl));
   auto path = cuda::Path::Host;
   if (may) {
@@ -372,7 +372,7 @@ GpuProcessGroup::State GpuProcessGroup::decideFor(int rank) {
 
 std::vector<cuda::Place> GpuProcessGroup::placesOf(const std::vector<int>& ranks,
                                                    Nanoseconds timeout) {
-  const auto& topology = group()->topology();
+  const auto& topology = group()->membership.topology;
   std::vector<cuda::Place> places;
   for (const int rank : ranks) places.push_back({topology.nodeOf(static_cast<Rank>(rank)), ""});
   const bool severalNodes = std::any_of(places.begin(), places.end(), [&](const auto& place) {
@@ -388,7 +388,7 @@ std::vector<cuda::Place> GpuProcessGroup::placesOf(const std::vector<int>& ranks
     const int rank = ranks[i];
     if (!names_.contains(rank)) {
       try {
-        const auto bytes = store.get(keyOf(group()->id(), rank), timeout);
+        const auto bytes = store.get(keyOf(group()->membership.group, rank), timeout);
         const auto* first = reinterpret_cast<const char*>(bytes.data());
         names_[rank] = std::string(first, bytes.size());
       } catch (const Error& error) {
@@ -396,7 +396,7 @@ std::vector<cuda::Place> GpuProcessGroup::placesOf(const std::vector<int>& ranks
         raise(ErrorKind::Timeout,
               "rank {} of group \"{}\" has made no call on GPU tensors in {} ms; the first one "
               "needs to know everybody's GPU",
-              group()->jobRank(rank), group()->spec().name, timeout / 1'000'000);
+              group()->membership.jobRank(rank), group()->spec.name, timeout / 1'000'000);
       }
     }
     places[i].device = names_[rank];
@@ -420,7 +420,7 @@ void GpuProcessGroup::publish(c10::Device device) {
     const std::string name = support_.nameOf(device.index());
     const auto* first = reinterpret_cast<const std::byte*>(name.data());
     StoreAdapter(store_, effectiveTimeout(c10d::kUnsetTimeout))
-        .set(keyOf(group()->id(), getRank()), {first, first + name.size()});
+        .set(keyOf(group()->membership.group, getRank()), {first, first + name.size()});
   }
   device_ = device;
 }
@@ -428,7 +428,7 @@ void GpuProcessGroup::publish(c10::Device device) {
 void GpuProcessGroup::makeNccl() {
   if (made_) return;
   const auto store =
-      c10::make_intrusive<c10d::PrefixStore>(fmt::format("smddp/nccl/{:x}", group()->id()), store_);
+      c10::make_intrusive<c10d::PrefixStore>(fmt::format("smddp/nccl/{:x}", group()->membership.group), store_);
   auto backend =
       support_.makeNccl(store, getRank(), getSize(),
                         std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -446,14 +446,14 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
   }
   // So that all ranks come to it after the same calls.
   devices().drain();
-  const auto& topology = group()->topology();
+  const auto& topology = group()->membership.topology;
   const auto patience = std::chrono::duration_cast<std::chrono::milliseconds>(
       std::chrono::nanoseconds(effectiveTimeout(timeout)));
   std::vector<Rank> members;
   for (int node = 0; node < topology.numNodes(); ++node) members.push_back(topology.railPeer(node));
-  const engine::Group::Spec spec{
-      fmt::format("{}, rail {}", group()->spec().name, topology.myLocal()), topology.myNode(),
-      topology.numNodes(), group()->spec().options};
+  const engine::groups::GroupSpec spec{
+      fmt::format("{}, rail {}", group()->spec.name, topology.myLocal()), topology.myNode(),
+      topology.numNodes(), group()->spec.options};
   const auto railGroup =
       engine::splitGroup(*engine(), group(), spec, members, effectiveTimeout(timeout));
   auto calls = std::make_unique<Calls>();
@@ -465,7 +465,7 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
   };
   const auto nodeGroup = [&](const char* purpose) {
     const std::string prefix =
-        fmt::format("smddp/nccl/{:x}/{}/{}", group()->id(), purpose, topology.myNode());
+        fmt::format("smddp/nccl/{:x}/{}/{}", group()->membership.group, purpose, topology.myNode());
     return NcclGroup::make(engine(), group(),
                            support_.makeNccl(c10::make_intrusive<c10d::PrefixStore>(prefix, store_),
                                              topology.myLocal(), topology.teamSize(), patience),

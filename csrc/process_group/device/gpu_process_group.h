@@ -44,7 +44,7 @@ class GpuProcessGroup final : public ProcessGroup, public Route {
   using TensorLists = std::vector<Tensors>;
 
   GpuProcessGroup(const Creation& creation, GpuSupport support);
-  GpuProcessGroup(std::shared_ptr<engine::Group> group, std::chrono::milliseconds timeout,
+  GpuProcessGroup(std::shared_ptr<engine::groups::Group> group, std::chrono::milliseconds timeout,
                   const c10::intrusive_ptr<c10d::Store>& store, GpuSupport support);
   ~GpuProcessGroup() override;
 
@@ -120,7 +120,7 @@ class GpuProcessGroup final : public ProcessGroup, public Route {
 
   bool serves(collectives::Collective collective, const at::Tensor& tensor,
               ReduceOp op) const override;
-  std::shared_ptr<DeviceTurns> begin(const engine::Request& request,
+  std::shared_ptr<DeviceTurns> begin(const engine::calls::Request& request,
                                      const std::shared_ptr<DeviceCopies>& copies,
                                      std::shared_ptr<void> keepAlive) override;
 

@@ -40,7 +40,7 @@ c10d::ReduceOp torchOp(ReduceOp op) {
 }
 
 // The bytes of a request as elements.
-at::Tensor vectorOf(const engine::Pieces& pieces, DataType type, c10::Device device) {
+at::Tensor vectorOf(const engine::calls::Pieces& pieces, DataType type, c10::Device device) {
   const std::span<std::byte> bytes = pieces.front();
   const auto count = static_cast<int64_t>(bytes.size() / sizeOf(type));
   return at::from_blob(
@@ -57,10 +57,10 @@ void enqueueCopy(const at::Tensor& from, at::Tensor into) {
 // One call.
 class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from_this<Turns> {
  public:
-  Turns(std::shared_ptr<GpuRails> rails, const engine::Request& request,
+  Turns(std::shared_ptr<GpuRails> rails, const engine::calls::Request& request,
         std::shared_ptr<DeviceCopies> copies, std::shared_ptr<void> keepAlive)
       : rails_(std::move(rails)),
-        topology_(rails_->parent_->topology()),
+        topology_(rails_->parent_->membership.topology),
         copies_(std::move(copies)),
         keepAlive_(std::move(keepAlive)),
         timeout_(std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -77,9 +77,9 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
   bool advance() override { return true; }
 
   void advanceToEnd() override {
-    const auto done = std::make_shared<engine::Completion>();
+    const auto done = std::make_shared<engine::calls::Completion>();
     atEnd([engine = rails_->engine_, done](const std::optional<Error>& error) {
-      engine->finish(*done, error);
+      engine->progress().finish(*done, error);
     });
     rails_->engine_->wait(*rails_->parent_, *done);
     if (done->error()) throw *done->error();
@@ -153,7 +153,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
     return true;
   }
 
-  void begin(const engine::Request& request) {
+  void begin(const engine::calls::Request& request) {
     using collectives::Collective;
     const c10::StreamGuard guard(firstStream_);
     const at::AutoDispatchBelowADInplaceOrView noAutograd;
@@ -324,14 +324,14 @@ bool GpuRails::serves(collectives::Collective collective) {
          collective == Collective::AllGather || collective == Collective::Broadcast;
 }
 
-GpuRails::GpuRails(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> parent,
-                   c10::Device device, Groups groups)
+GpuRails::GpuRails(std::shared_ptr<engine::Engine> engine,
+                   std::shared_ptr<engine::groups::Group> parent, c10::Device device, Groups groups)
     : engine_(std::move(engine)),
       parent_(std::move(parent)),
       device_(device),
       groups_(std::move(groups)) {}
 
-std::shared_ptr<DeviceTurns> GpuRails::begin(const engine::Request& request,
+std::shared_ptr<DeviceTurns> GpuRails::begin(const engine::calls::Request& request,
                                              const std::shared_ptr<DeviceCopies>& copies,
                                              std::shared_ptr<void> keepAlive) {
   if (const auto error = failure()) throw *error;
@@ -340,7 +340,7 @@ std::shared_ptr<DeviceTurns> GpuRails::begin(const engine::Request& request,
   } catch (const Error& error) {
     fail(error);
   } catch (const std::exception& error) {
-    fail(errorOfRank(parent_->spec().me, error.what()));
+    fail(errorOfRank(parent_->spec.me, error.what()));
   }
   // The stages that were enqueued before the error still use the tensors.
   keepForGood(std::move(keepAlive));
@@ -369,7 +369,7 @@ void GpuRails::advanceQueue() {
       } catch (const Error& thrown) {
         error = thrown;
       } catch (const std::exception& thrown) {
-        error = errorOfRank(parent_->spec().me, thrown.what());
+        error = errorOfRank(parent_->spec.me, thrown.what());
       }
       lock.lock();
       if (!done && !error) break;

@@ -34,14 +34,14 @@ class GpuRails : public std::enable_shared_from_this<GpuRails> {
   struct Groups {
     std::shared_ptr<NcclGroup> scatter, gather;  // of NCCL, among the node's ranks
     c10::intrusive_ptr<ProcessGroup> rail;       // among rank k of every node
-    std::shared_ptr<engine::Group> railGroup;    // the engine's group of the rail
+    std::shared_ptr<engine::groups::Group> railGroup;    // the engine's group of the rail
   };
-  GpuRails(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> parent,
+  GpuRails(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::groups::Group> parent,
            c10::Device device, Groups groups);
 
   static bool serves(collectives::Collective collective);
   // Enqueues the first two stages of a call.
-  std::shared_ptr<DeviceTurns> begin(const engine::Request& request,
+  std::shared_ptr<DeviceTurns> begin(const engine::calls::Request& request,
                                      const std::shared_ptr<DeviceCopies>& copies,
                                      std::shared_ptr<void> keepAlive);
   // Makes the first call of each group of NCCL, which connects it: on the thread that makes groups, since no other
@@ -63,7 +63,7 @@ class GpuRails : public std::enable_shared_from_this<GpuRails> {
   void advanceQueue();
 
   const std::shared_ptr<engine::Engine> engine_;
-  const std::shared_ptr<engine::Group> parent_;
+  const std::shared_ptr<engine::groups::Group> parent_;
   const c10::Device device_;
   const Groups groups_;
   std::mutex mutex_;

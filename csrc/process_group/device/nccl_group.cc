@@ -11,7 +11,7 @@ Error errorOfRank(Rank rank, const std::string& what) {
 }
 
 std::shared_ptr<NcclGroup> NcclGroup::make(std::shared_ptr<engine::Engine> engine,
-                                           std::shared_ptr<engine::Group> group,
+                                           std::shared_ptr<engine::groups::Group> group,
                                            c10::intrusive_ptr<c10d::Backend> backend,
                                            Action before) {
   auto made = std::make_shared<NcclGroup>(engine, group, std::move(backend));
@@ -21,14 +21,15 @@ std::shared_ptr<NcclGroup> NcclGroup::make(std::shared_ptr<engine::Engine> engin
     if (before) before(error);
     SMDDP_LOG(Warn, "process_group",
               "what NCCL had enqueued for group \"{}\" is aborted, and has no result: {}",
-              nccl->group_->spec().name, error.what());
+              nccl->group_->spec.name, error.what());
     nccl->abort();
   });
   engine->watchMembers(*group);
   return made;
 }
 
-NcclGroup::NcclGroup(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
+NcclGroup::NcclGroup(std::shared_ptr<engine::Engine> engine,
+                     std::shared_ptr<engine::groups::Group> group,
                      c10::intrusive_ptr<c10d::Backend> backend)
     : engine_(std::move(engine)), group_(std::move(group)), backend_(std::move(backend)) {}
 
@@ -38,7 +39,7 @@ void NcclGroup::throwFailure() const {
 }
 
 void NcclGroup::failed(const std::string& what) {
-  engine_->fail(*group_, errorOfRank(group_->spec().me, what));
+  engine_->fail(*group_, errorOfRank(group_->spec.me, what));
   throwFailure();
 }
 

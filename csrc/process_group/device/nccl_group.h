@@ -24,10 +24,10 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
 
   // `before` runs when the group has failed, before the backend is aborted.
   static std::shared_ptr<NcclGroup> make(std::shared_ptr<engine::Engine> engine,
-                                         std::shared_ptr<engine::Group> group,
+                                         std::shared_ptr<engine::groups::Group> group,
                                          c10::intrusive_ptr<c10d::Backend> backend,
                                          Action before = {});
-  NcclGroup(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> group,
+  NcclGroup(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::groups::Group> group,
             c10::intrusive_ptr<c10d::Backend> backend);
 
   c10d::Backend& backend() { return *backend_; }
@@ -52,7 +52,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[noreturn]] void failed(const std::string& what);
 
   const std::shared_ptr<engine::Engine> engine_;
-  const std::shared_ptr<engine::Group> group_;
+  const std::shared_ptr<engine::groups::Group> group_;
   const c10::intrusive_ptr<c10d::Backend> backend_;
   std::atomic<bool> failed_{false};
   std::once_flag aborted_;

@@ -41,7 +41,7 @@ bool DeviceSources::add(const at::Tensor& tensor) {
     return false;
   }
   if (const auto known = find(source)) return *known;
-  engine_->call([&] { enter(source); });
+  engine_->progress().call([&] { enter(source); });
   return find(source).value_or(false);
 }
 

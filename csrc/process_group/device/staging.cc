@@ -36,7 +36,7 @@ void StagedCall::finish(bool well) {
 
 // --- through memory of the host ---------------------------------------------------------------------------
 
-engine::Piece HostStaging::place(const at::Tensor& tensor, Access access) {
+engine::calls::Piece HostStaging::place(const at::Tensor& tensor, Access access) {
   if (access == Access::Send && canSend(tensor)) return sendInPlace(tensor);
   const at::Tensor copy = keep(DeviceCopies::pinnedLike(tensor));
   if (reads(access)) copies_->fetch(tensor, copy);
@@ -44,14 +44,14 @@ engine::Piece HostStaging::place(const at::Tensor& tensor, Access access) {
   return bytesOf(copy);
 }
 
-engine::Pieces HostStaging::place(at::TensorList tensors, Access access) {
-  engine::Pieces pieces;
+engine::calls::Pieces HostStaging::place(at::TensorList tensors, Access access) {
+  engine::calls::Pieces pieces;
   for (const at::Tensor& tensor : tensors) pieces.push_back(place(tensor, access));
   return pieces;
 }
 
-engine::Piece HostStaging::placeCopied(const at::Tensor& from, const at::Tensor& into,
-                                       Access access) {
+engine::calls::Piece HostStaging::placeCopied(const at::Tensor& from, const at::Tensor& into,
+                                              Access access) {
   if (access == Access::Send && canSend(from)) return giveOwn(into, from);
   const at::Tensor copy = keep(DeviceCopies::pinnedLike(into));
   back_.emplace_back(into, copy);
@@ -59,8 +59,8 @@ engine::Piece HostStaging::placeCopied(const at::Tensor& from, const at::Tensor&
   return bytesOf(copy);
 }
 
-std::pair<engine::Pieces, engine::Pieces> HostStaging::placeBlocks(const Blocks& sent,
-                                                                   const Blocks& received) {
+std::pair<engine::calls::Pieces, engine::calls::Pieces> HostStaging::placeBlocks(
+    const Blocks& sent, const Blocks& received) {
   const auto begins = beginsOf(received.tensors);
   const size_t holder = holderOf(received, begins);
   const at::Tensor& whole = received.tensors[holder];
@@ -75,7 +75,7 @@ std::pair<engine::Pieces, engine::Pieces> HostStaging::placeBlocks(const Blocks&
   const size_t giver = holderOf(sent, sentBegins);
   const at::Tensor own =
       sent.tensors[giver].view(-1).narrow(0, sent.begin - sentBegins[giver], sent.count);
-  engine::Pieces input, output;
+  engine::calls::Pieces input, output;
   for (const at::Tensor& tensor : sent.tensors) input.push_back(sendInPlace(tensor));
   for (size_t i = 0; i < received.tensors.size(); ++i) {
     const at::Tensor& tensor = received.tensors[i];
@@ -104,12 +104,12 @@ bool HostStaging::canSend(at::TensorList tensors) const {
          });
 }
 
-engine::Piece HostStaging::sendInPlace(const at::Tensor& tensor) {
+engine::calls::Piece HostStaging::sendInPlace(const at::Tensor& tensor) {
   copies_->awaitStream();
   return {bytesOf(keep(tensor)), /*isOnDevice=*/true};
 }
 
-engine::Piece HostStaging::giveOwn(const at::Tensor& into, const at::Tensor& own) {
+engine::calls::Piece HostStaging::giveOwn(const at::Tensor& into, const at::Tensor& own) {
   if (!into.is_contiguous() || into.data_ptr() != own.data_ptr()) {
     copies_->use(own);
     const at::AutoDispatchBelowADInplaceOrView noAutograd;
@@ -132,11 +132,11 @@ at::Tensor DeviceStaging::residentOf(const at::Tensor& tensor, Access access) {
   return copy;
 }
 
-engine::Piece DeviceStaging::place(const at::Tensor& tensor, Access access) {
+engine::calls::Piece DeviceStaging::place(const at::Tensor& tensor, Access access) {
   return bytesOf(residentOf(tensor, access));
 }
 
-engine::Pieces DeviceStaging::place(at::TensorList tensors, Access access) {
+engine::calls::Pieces DeviceStaging::place(at::TensorList tensors, Access access) {
   if (tensors.empty()) return {};
   if (tensors.size() == 1) return {place(tensors.front(), access)};
   for (const at::Tensor& tensor : tensors) copies_->use(tensor);
@@ -153,7 +153,8 @@ engine::Pieces DeviceStaging::place(at::TensorList tensors, Access access) {
   return {bytesOf(all)};
 }
 
-engine::Piece DeviceStaging::placeCopied(const at::Tensor& from, const at::Tensor& into, Access) {
+engine::calls::Piece DeviceStaging::placeCopied(const at::Tensor& from, const at::Tensor& into,
+                                                Access) {
   at::Tensor target = residentOf(into, Access::Write);
   copies_->use(from);
   const c10::StreamGuard guard(copies_->stream());
@@ -162,8 +163,8 @@ engine::Piece DeviceStaging::placeCopied(const at::Tensor& from, const at::Tenso
   return bytesOf(target);
 }
 
-std::pair<engine::Pieces, engine::Pieces> DeviceStaging::placeBlocks(const Blocks& sent,
-                                                                     const Blocks& received) {
+std::pair<engine::calls::Pieces, engine::calls::Pieces> DeviceStaging::placeBlocks(
+    const Blocks& sent, const Blocks& received) {
   return {place(sent.tensors, Access::Read), place(received.tensors, Access::Write)};
 }
 

@@ -44,11 +44,12 @@ class HostStaging final : public StagedCall {
   // sources: of what the network reads; null: it reads nothing of this call.
   HostStaging(c10::Device device, DeviceSources* sources) : StagedCall(device), sources_(sources) {}
 
-  engine::Piece place(const at::Tensor& tensor, Access access) override;
-  engine::Pieces place(at::TensorList tensors, Access access) override;
-  engine::Piece placeCopied(const at::Tensor& from, const at::Tensor& into, Access access) override;
-  std::pair<engine::Pieces, engine::Pieces> placeBlocks(const Blocks& sent,
-                                                        const Blocks& received) override;
+  engine::calls::Piece place(const at::Tensor& tensor, Access access) override;
+  engine::calls::Pieces place(at::TensorList tensors, Access access) override;
+  engine::calls::Piece placeCopied(const at::Tensor& from, const at::Tensor& into,
+                                   Access access) override;
+  std::pair<engine::calls::Pieces, engine::calls::Pieces> placeBlocks(
+      const Blocks& sent, const Blocks& received) override;
   bool takesSplits() const override { return false; }
 
  private:
@@ -56,10 +57,10 @@ class HostStaging final : public StagedCall {
   bool canSend(at::TensorList tensors) const;
   // The bytes of a tensor where it lies, in row-major order. Only the network may read them, when the device has
   // computed them.
-  engine::Piece sendInPlace(const at::Tensor& tensor);
+  engine::calls::Piece sendInPlace(const at::Tensor& tensor);
   // Places a block that this rank gives itself: the plan finds source and destination in one place, and so does not
   // touch them. The device copies it into `into`, before it copies what has come from other ranks.
-  engine::Piece giveOwn(const at::Tensor& into, const at::Tensor& own);
+  engine::calls::Piece giveOwn(const at::Tensor& into, const at::Tensor& own);
 
   DeviceSources* const sources_;
 };
@@ -70,11 +71,12 @@ class DeviceStaging final : public StagedCall {
  public:
   using StagedCall::StagedCall;
 
-  engine::Piece place(const at::Tensor& tensor, Access access) override;
-  engine::Pieces place(at::TensorList tensors, Access access) override;
-  engine::Piece placeCopied(const at::Tensor& from, const at::Tensor& into, Access access) override;
-  std::pair<engine::Pieces, engine::Pieces> placeBlocks(const Blocks& sent,
-                                                        const Blocks& received) override;
+  engine::calls::Piece place(const at::Tensor& tensor, Access access) override;
+  engine::calls::Pieces place(at::TensorList tensors, Access access) override;
+  engine::calls::Piece placeCopied(const at::Tensor& from, const at::Tensor& into,
+                                   Access access) override;
+  std::pair<engine::calls::Pieces, engine::calls::Pieces> placeBlocks(
+      const Blocks& sent, const Blocks& received) override;
   bool takesSplits() const override { return true; }
 
  private:

@@ -73,7 +73,7 @@ struct ProcessPage {
   std::atomic<uint64_t> pipeInode{
       0};  // the pipe's inode: tells if the descriptor's number was reused
 
-  // The core on which its engine ran last: a hint for mates that share this core (engine/core_placement.h).
+  // The core on which its engine ran last: a hint for mates that share this core (engine/process/core_placement.h).
   std::atomic<int32_t> core{-1};
 
   // ShmTransport: the place of its rings in the slab, and the number of the incarnation that reads them. The number is

@@ -60,9 +60,9 @@ Bytes bytesOf(std::vector<T>& values) {
   return {reinterpret_cast<std::byte*>(values.data()), values.size() * sizeof(T)};
 }
 
-inline engine::Request allReduce(Bytes data, DataType type = DataType::float32,
-                                 ReduceOp op = ReduceOp::SUM, double factor = 1.0) {
-  engine::Request request;
+inline engine::calls::Request allReduce(Bytes data, DataType type = DataType::float32,
+                                        ReduceOp op = ReduceOp::SUM, double factor = 1.0) {
+  engine::calls::Request request;
   request.collective = Collective::AllReduce;
   request.type = type;
   request.op = op;
@@ -72,8 +72,8 @@ inline engine::Request allReduce(Bytes data, DataType type = DataType::float32,
   return request;
 }
 
-inline engine::Request broadcast(Bytes data, Rank root) {
-  engine::Request request;
+inline engine::calls::Request broadcast(Bytes data, Rank root) {
+  engine::calls::Request request;
   request.collective = Collective::Broadcast;
   request.root = root;
   request.bytes = static_cast<int64_t>(data.size());
@@ -81,8 +81,8 @@ inline engine::Request broadcast(Bytes data, Rank root) {
   return request;
 }
 
-inline engine::Request allGather(Bytes mine, engine::Pieces all) {
-  engine::Request request;
+inline engine::calls::Request allGather(Bytes mine, engine::calls::Pieces all) {
+  engine::calls::Request request;
   request.collective = Collective::AllGather;
   request.bytes = static_cast<int64_t>(mine.size());
   request.input = {mine};
@@ -90,10 +90,10 @@ inline engine::Request allGather(Bytes mine, engine::Pieces all) {
   return request;
 }
 
-inline engine::Request reduceScatter(engine::Pieces all, Bytes mine,
-                                     DataType type = DataType::float32, ReduceOp op = ReduceOp::SUM,
-                                     double factor = 1.0) {
-  engine::Request request;
+inline engine::calls::Request reduceScatter(engine::calls::Pieces all, Bytes mine,
+                                            DataType type = DataType::float32,
+                                            ReduceOp op = ReduceOp::SUM, double factor = 1.0) {
+  engine::calls::Request request;
   request.collective = Collective::ReduceScatter;
   request.type = type;
   request.op = op;
@@ -105,9 +105,10 @@ inline engine::Request reduceScatter(engine::Pieces all, Bytes mine,
 }
 
 // At the root `data` becomes the result; on other ranks it does not change.
-inline engine::Request reduce(Bytes data, Rank root, bool isRoot, DataType type = DataType::float32,
-                              ReduceOp op = ReduceOp::SUM, double factor = 1.0) {
-  engine::Request request;
+inline engine::calls::Request reduce(Bytes data, Rank root, bool isRoot,
+                                     DataType type = DataType::float32, ReduceOp op = ReduceOp::SUM,
+                                     double factor = 1.0) {
+  engine::calls::Request request;
   request.collective = Collective::Reduce;
   request.type = type;
   request.op = op;
@@ -119,8 +120,8 @@ inline engine::Request reduce(Bytes data, Rank root, bool isRoot, DataType type 
 }
 
 // all: the root's output; empty on other ranks.
-inline engine::Request gather(Bytes mine, engine::Pieces all, Rank root) {
-  engine::Request request;
+inline engine::calls::Request gather(Bytes mine, engine::calls::Pieces all, Rank root) {
+  engine::calls::Request request;
   request.collective = Collective::Gather;
   request.root = root;
   request.bytes = static_cast<int64_t>(mine.size());
@@ -130,8 +131,8 @@ inline engine::Request gather(Bytes mine, engine::Pieces all, Rank root) {
 }
 
 // all: the root's input; empty on other ranks.
-inline engine::Request scatter(engine::Pieces all, Bytes mine, Rank root) {
-  engine::Request request;
+inline engine::calls::Request scatter(engine::calls::Pieces all, Bytes mine, Rank root) {
+  engine::calls::Request request;
   request.collective = Collective::Scatter;
   request.root = root;
   request.bytes = static_cast<int64_t>(mine.size());
@@ -141,8 +142,9 @@ inline engine::Request scatter(engine::Pieces all, Bytes mine, Rank root) {
 }
 
 // bytes: the size of one block.
-inline engine::Request allToAll(engine::Pieces input, engine::Pieces output, size_t bytes) {
-  engine::Request request;
+inline engine::calls::Request allToAll(engine::calls::Pieces input, engine::calls::Pieces output,
+                                       size_t bytes) {
+  engine::calls::Request request;
   request.collective = Collective::AllToAll;
   request.bytes = static_cast<int64_t>(bytes);
   request.input = std::move(input);
@@ -150,8 +152,8 @@ inline engine::Request allToAll(engine::Pieces input, engine::Pieces output, siz
   return request;
 }
 
-inline engine::Request barrier() {
-  engine::Request request;
+inline engine::calls::Request barrier() {
+  engine::calls::Request request;
   request.collective = Collective::Barrier;
   return request;
 }

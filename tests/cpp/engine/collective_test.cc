@@ -310,8 +310,8 @@ struct Blocks {
     if (!list) memory.push_back(buffers.make(bytes * numBlocks, 1));
     for (size_t i = 0; list && i < numBlocks; ++i) memory.push_back(buffers.make(bytes, i));
   }
-  engine::Pieces pieces() {
-    engine::Pieces all;
+  engine::calls::Pieces pieces() {
+    engine::calls::Pieces all;
     for (const auto& block : memory) all.push_back(block->bytes());
     return all;
   }
@@ -467,8 +467,8 @@ TEST_P(CollectiveTest, GatherCollectsEveryBlockAtTheRoot) {
             const Contents sent = blockOf(rank.rank, root, bytes);
             const auto mine = buffers.make(sent);
             Blocks all(buffers, rank.rank == root ? bytes : 0, list);
-            rank.run(
-                gather(mine->bytes(), rank.rank == root ? all.pieces() : engine::Pieces{}, root));
+            rank.run(gather(mine->bytes(),
+                            rank.rank == root ? all.pieces() : engine::calls::Pieces{}, root));
             for (Rank r = 0; rank.rank == root && r < rank.size; ++r) {
               EXPECT_TRUE(same(all[r], blockOf(r, root, bytes)))
                   << "root " << root << ": block " << r << " of " << bytes << " bytes";
@@ -494,8 +494,8 @@ TEST_P(CollectiveTest, ScatterHandsEveryBlockOut) {
               std::ranges::copy(blockOf(root, r, bytes), all[r].begin());
             }
             const auto mine = buffers.make(bytes);
-            rank.run(
-                scatter(rank.rank == root ? all.pieces() : engine::Pieces{}, mine->bytes(), root));
+            rank.run(scatter(rank.rank == root ? all.pieces() : engine::calls::Pieces{},
+                             mine->bytes(), root));
             expectContents(*mine, blockOf(root, rank.rank, bytes),
                            fmt::format("rank {}: scatter of {} from {}", rank.rank, bytes, root));
             EXPECT_TRUE(all.guardsIntact());

@@ -7,9 +7,9 @@
 #include <optional>
 #include <thread>
 
-#include "engine/blame.h"
 #include "engine/calls.h"
-#include "engine/membership.h"
+#include "engine/team/blame.h"
+#include "engine/team/membership.h"
 #include "support/ranks.h"
 #include "support/watchdog.h"
 
@@ -17,11 +17,11 @@ namespace smddp::test {
 namespace {
 
 using bootstrap::Introduction;
-using engine::CompletionPtr;
+using engine::calls::CompletionPtr;
 using testing::HasSubstr;
 
-CompletionPtr begin(RankContext& rank, engine::Group& group, bool send, Bytes data) {
-  engine::Message message;
+CompletionPtr begin(RankContext& rank, engine::groups::Group& group, bool send, Bytes data) {
+  engine::calls::Message message;
   message.send = send;
   message.peer = 1 - rank.rank;
   message.buffer = {data};
@@ -29,14 +29,14 @@ CompletionPtr begin(RankContext& rank, engine::Group& group, bool send, Bytes da
   return rank.engine.submit(group, std::move(message));
 }
 
-void finish(RankContext& rank, engine::Group& group, const CompletionPtr& completion) {
+void finish(RankContext& rank, engine::groups::Group& group, const CompletionPtr& completion) {
   rank.engine.wait(group, *completion);
   if (completion->error()) throw *completion->error();
 }
 
 class LateRank : public testing::TestWithParam<std::vector<int>> {
  protected:
-  using Body = std::function<void(RankContext&, engine::Group&)>;
+  using Body = std::function<void(RankContext&, engine::groups::Group&)>;
 
   // Rank 0 makes a group and runs `ahead`. When all that it has sent there has arrived, rank 1 makes the group, too, and
   // both run `together`.
@@ -46,29 +46,30 @@ class LateRank : public testing::TestWithParam<std::vector<int>> {
     std::latch begun(2);
     introductions_.resize(2);
     runRanks(GetParam(), [&](RankContext& rank) {
-      auto [group, mine] = rank.engine.beginGroup({"late", rank.rank, rank.size});
-      introductions_[static_cast<size_t>(rank.rank)] = mine;
+      const auto place = rank.engine.reserve({"late", rank.rank, rank.size});
+      introductions_[static_cast<size_t>(rank.rank)] = place.introduction;
+      std::shared_ptr<engine::groups::Group> group;
       begun.arrive_and_wait();
       if (rank.rank == 0) {
-        rank.engine.finishGroup(group, introductions_, nodes);
+        group = rank.engine.join(place, {introductions_, nodes});
         ahead(rank, *group);
       }
       // Control messages arrive in order, also those of different groups.
       Block byte(1);
       finish(rank, *rank.group, begin(rank, *rank.group, rank.rank == 0, byte.bytes()));
-      if (rank.rank == 1) rank.engine.finishGroup(group, introductions_, nodes);
+      if (rank.rank == 1) group = rank.engine.join(place, {introductions_, nodes});
       together(rank, *group);
     });
   }
 
   // Sends rank 1 more control messages of the group than it keeps.
   void flood(RankContext& rank, uint8_t kind) {
-    engine::InquiryMessage head;
+    engine::team::InquiryMessage head;
     head.header.kind = kind;
-    head.group = engine::GroupEntry::decode(introductions_[0]).groupId;
+    head.group = engine::team::GroupEntry::decode(introductions_[0]).groupId;
     std::vector<std::byte> message(transport::kMaxControlBytes);
     std::memcpy(message.data(), &head, sizeof head);
-    rank.engine.call([&] {
+    rank.engine.progress().call([&] {
       const auto& peer = rank.engine.process().meet(introductions_[1], GetParam().size() == 1);
       for (int i = 0; i < 65'000; ++i) peer.table->control(peer.id, message);
     });
@@ -88,11 +89,11 @@ TEST_P(LateRank, ReceivesWhatWasSentBefore) {
     return bytesOf(values).subspan(i * sizeof(int32_t), sizeof(int32_t));
   };
   run(
-      [&](RankContext& rank, engine::Group& group) {
+      [&](RankContext& rank, engine::groups::Group& group) {
         for (size_t i = 0; i < sent.size(); ++i)
           sends.push_back(begin(rank, group, true, pieceOf(sent, i)));
       },
-      [&](RankContext& rank, engine::Group& group) {
+      [&](RankContext& rank, engine::groups::Group& group) {
         if (rank.rank == 0) {
           for (const auto& send : sends) finish(rank, group, send);
           return;
@@ -105,8 +106,8 @@ TEST_P(LateRank, ReceivesWhatWasSentBefore) {
 }
 
 TEST_P(LateRank, FailsTheGroupIfMoreWasSentThanItKeeps) {
-  run([&](RankContext& rank, engine::Group&) { flood(rank, engine::kBuffered); },
-      [](RankContext& rank, engine::Group& group) {
+  run([&](RankContext& rank, engine::groups::Group&) { flood(rank, engine::calls::kBuffered); },
+      [](RankContext& rank, engine::groups::Group& group) {
         auto request = barrier();
         request.timeout = kTimeout;
         const auto completion = rank.engine.submit(group, std::move(request));
@@ -124,11 +125,11 @@ TEST_P(LateRank, KeepsNoQuestions) {
   Block data(4), received(4);
   CompletionPtr send;
   run(
-      [&](RankContext& rank, engine::Group& group) {
-        flood(rank, engine::kInquiry);
+      [&](RankContext& rank, engine::groups::Group& group) {
+        flood(rank, engine::calls::kInquiry);
         send = begin(rank, group, true, data.bytes());
       },
-      [&](RankContext& rank, engine::Group& group) {
+      [&](RankContext& rank, engine::groups::Group& group) {
         finish(rank, group, rank.rank == 0 ? send : begin(rank, group, false, received.bytes()));
       });
 }

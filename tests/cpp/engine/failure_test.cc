@@ -18,21 +18,21 @@
 namespace smddp::test {
 namespace {
 
-using engine::CompletionPtr;
+using engine::calls::CompletionPtr;
 using testing::HasSubstr;
 
 constexpr Nanoseconds kShort = kSlowdown * 1'000'000'000;
 constexpr Nanoseconds kLong = 20'000'000'000;
 
-CompletionPtr begin(engine::Engine& engine, engine::Group& group, engine::Request request,
-                    Nanoseconds timeout) {
+CompletionPtr begin(engine::Engine& engine, engine::groups::Group& group,
+                    engine::calls::Request request, Nanoseconds timeout) {
   request.timeout = timeout;
   return engine.submit(group, std::move(request));
 }
 
 // The error of the call, or of a barrier after it: a rank may finish its part before the failure is known.
-std::optional<Error> errorOf(RankContext& rank, engine::Group& group, engine::Request request,
-                             Nanoseconds timeout = kLong) {
+std::optional<Error> errorOf(RankContext& rank, engine::groups::Group& group,
+                             engine::calls::Request request, Nanoseconds timeout = kLong) {
   for (auto& next : {std::move(request), barrier()}) {
     const auto completion = begin(rank.engine, group, next, timeout);
     rank.engine.wait(group, *completion);
@@ -54,14 +54,14 @@ INSTANTIATE_TEST_SUITE_P(Layouts, FailureTest,
 // The last rank makes this call, while the others call an allreduce of 1000 float32, or the call of `usual`.
 struct Disagreement {
   const char* name;
-  engine::Request (*usual)(Bytes);
-  engine::Request (*odd)(Bytes);
+  engine::calls::Request (*usual)(Bytes);
+  engine::calls::Request (*odd)(Bytes);
   const char* usualText;
   const char* oddText;
 };
 
-engine::Request usualReduce(Bytes data) { return allReduce(data.first(4000)); }
-engine::Request usualBroadcast(Bytes data) { return broadcast(data.first(4000), 0); }
+engine::calls::Request usualReduce(Bytes data) { return allReduce(data.first(4000)); }
+engine::calls::Request usualBroadcast(Bytes data) { return broadcast(data.first(4000), 0); }
 
 const Disagreement kDisagreements[] = {
     {"type", usualReduce, [](Bytes data) { return allReduce(data.first(4000), DataType::int32); },
@@ -107,7 +107,7 @@ TEST_P(FailureTest, DisagreementIsNamedOnEveryRank) {
 TEST_P(FailureTest, MessageOfAnotherSizeThanReceived) {
   runRanks(GetParam(), [](RankContext& rank) {
     Block data(100);
-    engine::Message message;
+    engine::calls::Message message;
     message.send = rank.rank == 0;
     message.peer = rank.rank == 0 ? 1 : 0;
     message.buffer = {data.bytes().first(rank.rank == 0 ? 100 : 99)};
@@ -218,7 +218,7 @@ TEST_P(FailureTest, ADeadlineHoldsForACallThatHasNotBegun) {
 TEST_P(FailureTest, NobodySendsNobodyReceives) {
   runRanks(GetParam(), [](RankContext& rank) {
     Block data(100);
-    engine::Message message;
+    engine::calls::Message message;
     message.send = rank.rank == 0;
     message.peer = 1 - rank.rank;
     message.tag = rank.rank;  // the tags never match
@@ -241,7 +241,7 @@ TEST_P(FailureTest, NobodySendsAnyOfThree) {
     Block data(100);
     std::vector<CompletionPtr> receives;
     for (int tag = 0; tag < 3; ++tag) {
-      engine::Message message;
+      engine::calls::Message message;
       message.peer = 1;
       message.tag = tag;
       message.buffer = {data.bytes()};
@@ -298,7 +298,7 @@ TEST_P(FailureTest, AbortFromAnotherThread) {
     if (rank.rank == 0) {
       aborter = std::thread([&] {
         std::this_thread::sleep_for(std::chrono::milliseconds(30));
-        rank.engine.abort(*rank.group, "the operator said stop");
+        rank.engine.fail(*rank.group, Error(ErrorKind::Aborted, "the operator said stop"));
       });
     }
     if (late) failed.wait();
@@ -326,7 +326,7 @@ TEST_P(FailureTest, OperationsBeforeTheBreakRunOn) {
       }
       if (rank.rank == round % rank.size) {
         for (const auto& completion : completions) rank.engine.wait(*rank.group, *completion);
-        rank.engine.abort(*group, "enough");
+        rank.engine.fail(*group, Error(ErrorKind::Aborted, "enough"));
       }
       completions.push_back(begin(rank.engine, *group, allReduce(data.bytes()), kLong));
       for (int i = 0; i <= good; ++i) {
@@ -375,7 +375,7 @@ TEST_P(FailureTest, MemoryOfAFailedCallIsFreedAfterTheGroupHasEnded) {
     auto request = allReduce(data->bytes());
     request.keepAlive = std::move(data);
     if (rank.rank == 0) {
-      rank.engine.abort(*rank.group, "enough");
+      rank.engine.fail(*rank.group, Error(ErrorKind::Aborted, "enough"));
     }
     const auto call = begin(rank.engine, *rank.group, std::move(request), kLong);
     rank.engine.wait(*rank.group, *call);
@@ -415,8 +415,8 @@ TEST_P(FailureTest, NothingWorksAfterDestroyOrShutdown) {
 
 TEST_P(FailureTest, TheFirstErrorIsTheAnswerToAllLaterCalls) {
   runRanks(GetParam(), [](RankContext& rank) {
-    rank.engine.abort(*rank.group, "first");
-    rank.engine.abort(*rank.group, "second");
+    rank.engine.fail(*rank.group, Error(ErrorKind::Aborted, "first"));
+    rank.engine.fail(*rank.group, Error(ErrorKind::Aborted, "second"));
     for (int i = 0; i < 3; ++i) {
       // Without a deadline: the call must not wait.
       const auto error =

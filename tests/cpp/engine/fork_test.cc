@@ -19,7 +19,7 @@ using GetName = int (*)(int, sockaddr*, socklen_t*);
 
 Endpoint lifelineOf(engine::Engine& engine) {
   Endpoint endpoint;
-  engine.call([&] {
+  engine.progress().call([&] {
     const auto mine = engine.process().introduce({});
     endpoint = bootstrap::parseLifelineAddress(mine.lifeline, "this rank").endpoint;
   });

@@ -12,7 +12,7 @@
 namespace smddp::test {
 namespace {
 
-using engine::CompletionPtr;
+using engine::calls::CompletionPtr;
 
 // A vector of floats in which rank r has r + seed + i at i, and the expected sum.
 struct Vector {
@@ -31,7 +31,8 @@ struct Vector {
   int seed;
 };
 
-CompletionPtr begin(RankContext& rank, engine::Group& group, engine::Request request) {
+CompletionPtr begin(RankContext& rank, engine::groups::Group& group,
+                    engine::calls::Request request) {
   request.timeout = kTimeout;
   return rank.engine.submit(group, std::move(request));
 }
@@ -102,7 +103,7 @@ TEST_P(InFlightTest, ListsThatLieInTurnsEnd) {
     const Bytes all = bytesOf(values);
     std::vector<CompletionPtr> completions;
     for (size_t first = 0; first < 2; ++first) {
-      engine::Request request = allReduce(all.first(8000), DataType::int32);
+      engine::calls::Request request = allReduce(all.first(8000), DataType::int32);
       request.output.clear();
       for (size_t block = first; block < 20; block += 2) {
         request.output.emplace_back(all.subspan(block * 800, 800));
@@ -216,7 +217,7 @@ TEST_P(InFlightTest, TwoThreadsOnTwoGroups) {
   runRanks(GetParam(), [](RankContext& rank) {
     const auto other =
         rank.engine.createGroup(rank.store, {"other", rank.rank, rank.size}, kTimeout);
-    const auto work = [&rank](engine::Group& group, int seed) {
+    const auto work = [&rank](engine::groups::Group& group, int seed) {
       for (int round = 0; round < 30; ++round) {
         Vector vector(rank, 1 + 997 * static_cast<size_t>(round), seed + round);
         auto request = allReduce(bytesOf(vector.values));
@@ -255,10 +256,10 @@ TEST(ContinuationTest, RunsSoonWhoeverEndsTheOperation) {
     constexpr int kRounds = 20;
     int late = 0;
     for (int round = 0; round < kRounds; ++round) {
-      const auto completion = std::make_shared<engine::Completion>();
+      const auto completion = std::make_shared<engine::calls::Completion>();
       std::promise<void> ended;
       completion->then([&] { ended.set_value(); });
-      rank.engine.call([&] {
+      rank.engine.progress().call([&] {
         std::thread([&] {
           auto request = barrier();
           request.timeout = kTimeout;

@@ -8,7 +8,7 @@
 
 #include "common/seal.h"
 #include "engine/calls.h"
-#include "engine/membership.h"
+#include "engine/team/membership.h"
 #include "support/local_store.h"
 #include "support/watchdog.h"
 
@@ -33,7 +33,7 @@ class SpoilingStore final : public bootstrap::Store {
     const Seal seal("");
     EXPECT_EQ(seal.open(key, value), Seal::Verdict::Good);
     auto spoilt = bootstrap::parseIntroduction(value, 0);
-    auto entry = engine::GroupEntry::decode(spoilt);
+    auto entry = engine::team::GroupEntry::decode(spoilt);
     ++entry.regionBytes;
     spoilt.group = entry.encode();
     if (!spoilt.fabric.empty()) spoilt.fabric.resize(1);
@@ -63,7 +63,7 @@ TEST_P(JoinTest, AllRanksHearWhyOneCannot) {
     options.process.slabBytes = size_t{16} << 30;
     engine::Engine engine(options);
     SpoilingStore spoiling(store);
-    std::shared_ptr<engine::Group> group;
+    std::shared_ptr<engine::groups::Group> group;
     try {
       group = me == 1 ? engine.createGroup(spoiling, {"apart", me, size}, kForever)
                       : engine.createGroup(store, {"apart", me, size}, kForever);

@@ -102,7 +102,7 @@ TEST_F(NumaTest, StagingMemoryAndWindowsLieWithTheirOwner) {
     for (int i = 0; i < 4; ++i) rank.run(allReduce(bytesOf(vector)));
     // Longer than a message that is sent with its announcement, so it goes through a window of the receiver.
     for (const bool send : {rank.rank == 0, rank.rank != 0}) {
-      engine::Message message;
+      engine::calls::Message message;
       message.send = send;
       message.peer = 1 - rank.rank;
       message.buffer = {bytesOf(vector)};
@@ -132,10 +132,10 @@ TEST_F(NumaTest, CommunicationMemoryLiesWithItsOwner) {
     // In an allreduce a mate writes every other slice, before the owner of the buffer has touched it.
     Block own(kBytes, 0, &memory);
     auto* const sum = static_cast<std::byte*>(memory.allocate(kBytes));
-    engine::Request request = allReduce({sum, kBytes});
+    engine::calls::Request request = allReduce({sum, kBytes});
     request.input = {own.bytes()};
     rank.run(std::move(request));
-    EXPECT_EQ(rank.group->statistics().at("allreduce/zero_copy").calls, 1u);
+    EXPECT_EQ(rank.group->plans.statistics().at("allreduce/zero_copy").calls, 1u);
     expectAllOn(nodes_[rank.rank], sum, kBytes, "the sum");
     rank.run(barrier());
     memory.free(sum);

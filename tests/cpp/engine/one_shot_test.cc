@@ -10,7 +10,7 @@ namespace smddp::test {
 namespace {
 
 using collectives::Collective;
-using engine::Request;
+using engine::calls::Request;
 
 Request allreduce(std::vector<int64_t>& vector) {
   Request request;
@@ -35,7 +35,7 @@ TEST_P(OneShotTest, SumsAreRightHoweverRanksCall) {
   runRanks({size}, [&](RankContext& rank) {
     std::mt19937 lengths(1), mine(static_cast<unsigned>(100 + rank.rank));
     std::vector<std::vector<int64_t>> vectors(kCalls);
-    std::vector<engine::CompletionPtr> open;
+    std::vector<engine::calls::CompletionPtr> open;
     for (int call = 0; call < kCalls; ++call) {
       // Sizes below, at and above the limit of slots beside the arrival.
       auto& vector = vectors[call];
@@ -56,7 +56,7 @@ TEST_P(OneShotTest, SumsAreRightHoweverRanksCall) {
             << "call " << call << ", element " << i << ", rank " << rank.rank;
       }
     }
-    const auto used = rank.group->statistics();
+    const auto used = rank.group->plans.statistics();
     ASSERT_EQ(used.size(), 1u);
     EXPECT_EQ(used.begin()->second.calls, uint64_t{kCalls});
   });
@@ -90,7 +90,7 @@ TEST(OneShotTest, WhoBreaksTheGroupBreaksSmallCallsOfOthers) {
     std::vector<int64_t> vector(1, 1);
     for (int i = 0; i < 1000; ++i) rank.run(allreduce(vector));
     if (rank.rank == 0) {
-      rank.engine.abort(*rank.group, "enough");
+      rank.engine.fail(*rank.group, Error(ErrorKind::Aborted, "enough"));
       return;
     }
     try {

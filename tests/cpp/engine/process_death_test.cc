@@ -50,7 +50,8 @@ struct Child {
 };
 
 // The report of a survivor: the error of the interrupted call, and that of a later one.
-std::vector<std::string> survive(engine::Engine& engine, engine::Group& group, Block& data) {
+std::vector<std::string> survive(engine::Engine& engine, engine::groups::Group& group,
+                                 Block& data) {
   std::vector<std::string> errors;
   for (int i = 0; errors.size() < 2 && i < 100'000; ++i) {
     auto request = allReduce(data.bytes());
@@ -70,19 +71,19 @@ void runChild(int socket, Rank me, const std::vector<std::string>& nodes, bool d
   // Never destroyed, because the child ends with _exit.
   auto& engine = *new engine::Engine(options);
   if (nodes.front() != nodes.back())
-    engine.call([&] { engine.process().openFabric(nodes.size(), "127.0.0.1"); });
-  const auto [group, mine] = engine.beginGroup({"doomed", me, static_cast<int>(nodes.size())});
-  sendData(socket, bootstrap::serialise(mine));
+    engine.progress().call([&] { engine.process().openFabric(nodes.size(), "127.0.0.1"); });
+  const auto place = engine.reserve({"doomed", me, static_cast<int>(nodes.size())});
+  sendData(socket, bootstrap::serialise(place.introduction));
   std::vector<bootstrap::Introduction> introductions;
   for (Rank r = 0; r < static_cast<Rank>(nodes.size()); ++r) {
     introductions.push_back(bootstrap::parseIntroduction(receiveData(socket).value(), r));
   }
-  engine.finishGroup(group, introductions, nodes);
+  const auto group = engine.join(place, {introductions, nodes});
   // As in createGroup(): no rank dies, or computes, before the others can detect its death.
   for (bool settled = false; !settled;) {
-    engine.call([&] {
-      engine.process().checkPeers();
-      settled = engine.process().unconnectedAmong(introductions).empty();
+    engine.progress().call([&] {
+      engine.process().peers().check();
+      settled = engine.process().peers().unconnectedAmong(introductions).empty();
     });
   }
 

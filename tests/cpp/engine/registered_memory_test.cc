@@ -80,7 +80,7 @@ void runOnCards(const std::vector<int>& layout,
       });
 }
 
-void sumOnes(RankContext& rank, engine::Group& group, size_t count) {
+void sumOnes(RankContext& rank, engine::groups::Group& group, size_t count) {
   std::vector<float> ones(count, 1.0f);
   auto request = allReduce(bytesOf(ones));
   request.willWait = true;
@@ -96,7 +96,7 @@ TEST(RegisteredMemoryTest, SumsLeaveFromWhereTheyAre) {
     for (const size_t count : {size_t{20'000}, size_t{300'000}, size_t{2'000'000}}) {
       for (int round = 0; round < 4; ++round) sumOnes(rank, *rank.group, count);
     }
-    rank.engine.call([&] {
+    rank.engine.progress().call([&] {
       EXPECT_GT(card.traffic().put, 4u * 2'000'000u);
       EXPECT_EQ(card.traffic().copied, 0u);
     });
@@ -107,7 +107,7 @@ TEST(RegisteredMemoryTest, SumsLeaveFromWhereTheyAre) {
 TEST(RegisteredMemoryTest, TensorsAreCopiedForACardThatMustKnowThem) {
   runOnCards({1, 1}, [](RankContext& rank, Card& card) {
     sumOnes(rank, *rank.group, 300'000);
-    rank.engine.call([&] {
+    rank.engine.progress().call([&] {
       EXPECT_GT(card.traffic().put, 300'000u);
       EXPECT_EQ(card.traffic().copied, card.traffic().put);
     });
@@ -119,7 +119,7 @@ TEST(RegisteredMemoryTest, ShortMessagesNeedLittleMemory) {
     const auto windowsOf = [&](size_t count) {
       for (int round = 0; round < 8; ++round) sumOnes(rank, *rank.group, count);
       size_t bytes = 0;
-      rank.engine.call([&] { bytes = card.targetBytes(); });
+      rank.engine.progress().call([&] { bytes = card.targetBytes(); });
       return bytes;
     };
     EXPECT_LT(windowsOf(10), size_t{512} << 10);
@@ -136,22 +136,22 @@ TEST(RegisteredMemoryTest, GroupsThatComeAndGoUseTheSamePages) {
     constexpr size_t kGroups = 6;
     size_t ofOneGroup = 0;
     int givenBack = 0;
-    std::weak_ptr<engine::Group> before;
+    std::weak_ptr<engine::groups::Group> before;
     for (size_t round = 0; round < kGroups; ++round) {
       // This takes memory of groups that all ranks have left.
       const auto group = rank.engine.createGroup(
           rank.store, {"group " + std::to_string(round), rank.rank, rank.size}, kTimeout);
       givenBack += round > 0 && before.expired();
-      rank.engine.call([&] {
+      rank.engine.progress().call([&] {
         for (const std::byte* window : card.targets()) EXPECT_NE(*window, std::byte{0}) << round;
       });
       sumOnes(rank, *group, 300'000);
-      if (round == 0) rank.engine.call([&] { ofOneGroup = card.targets().size(); });
+      if (round == 0) rank.engine.progress().call([&] { ofOneGroup = card.targets().size(); });
       rank.engine.destroyGroup(group);
       before = group;
       for (int i = 0; i < 3; ++i) rank.run(barrier());
     }
-    rank.engine.call([&] {
+    rank.engine.progress().call([&] {
       EXPECT_GT(ofOneGroup, 0u);
       EXPECT_GT(givenBack, 0);
       EXPECT_LT(card.targets().size(), kGroups * ofOneGroup) << "no memory was used again";

@@ -96,7 +96,7 @@ void Simulation::makePlayers() {
     options.process.lifelines = false;
     Player player;
     player.engine = std::make_unique<engine::Engine>(options);
-    player.engine->call([&] { player.engine->process().openFabric(nodes_.size(), "127.0.0.1"); });
+    player.engine->progress().call([&] { player.engine->process().openFabric(nodes_.size(), "127.0.0.1"); });
     players_.push_back(std::move(player));
   }
 }
@@ -115,29 +115,29 @@ void Simulation::makeGroup(const std::string& name, const std::vector<Rank>& mem
     call.isFloat = isSum && isAlone && (seed_ + number) % 3 != 0;
     call.wire = wire;
   }
-  std::vector<bootstrap::Introduction> introductions;
-  std::vector<std::string> nodes;
+  std::vector<engine::groups::Place> places;
+  engine::groups::Members all;
   std::vector<Seat*> seats;
   for (Rank me = 0; me < size; ++me) {
     Player& player = players_[static_cast<size_t>(members[static_cast<size_t>(me)])];
     auto seat = std::make_unique<Seat>();
-    auto [group, introduction] = player.engine->beginGroup(
-        {.name = name, .me = me, .size = size, .options = {.algorithm = "", .wire = wire}});
-    seat->group = group;
+    places.push_back(player.engine->reserve(
+        {.name = name, .me = me, .size = size, .options = {.algorithm = "", .wire = wire}}));
     seat->me = me;
     seat->size = size;
     seat->program = programs_.back().get();
     // Operations refer to these buffers, so they must not move.
     seat->inputs.resize(seat->program->size());
     seat->outputs.resize(seat->program->size());
-    introductions.push_back(introduction);
-    nodes.push_back(nodes_[static_cast<size_t>(members[static_cast<size_t>(me)])]);
+    all.introductions.push_back(places.back().introduction);
+    all.nodeOfRank.push_back(nodes_[static_cast<size_t>(members[static_cast<size_t>(me)])]);
     seats.push_back(seat.get());
     player.seats.push_back(std::move(seat));
   }
   for (Rank me = 0; me < size; ++me) {
     Player& player = players_[static_cast<size_t>(members[static_cast<size_t>(me)])];
-    player.engine->finishGroup(seats[static_cast<size_t>(me)]->group, introductions, nodes);
+    const auto number = static_cast<size_t>(me);
+    seats[number]->group = player.engine->join(places[number], all);
   }
 }
 
@@ -292,7 +292,7 @@ void Simulation::submitNext(Player& player, Seat& seat) {
   for (size_t i = 0; i < static_cast<size_t>(inputs); ++i)
     input.push_back(value(call, number, seat.me, i));
   const DataType type = call.isFloat ? DataType::float32 : DataType::int32;
-  engine::Request request;
+  engine::calls::Request request;
   switch (call.collective) {
     case Collective::AllReduce:
       if (!call.again) output = input;
@@ -376,7 +376,7 @@ void Simulation::requireSums(const Seat& seat, size_t number) {
   const std::vector<int32_t> right = expected(call, number, seat.me, seat.size);
   ASSERT_EQ(output.size(), right.size()) << describe(seat, number);
   const bool isEncoded =
-      seat.group->spansNodes() && call.wire != "fp32" && call.count * sizeof(float) > (8 << 10);
+      seat.group->membership.spansNodes() && call.wire != "fp32" && call.count * sizeof(float) > (8 << 10);
   const float step = !isEncoded ? 0 : call.wire == "bf16" ? 0x1p-8f : 0.5f / 127;
   const float bound = 1.01f * step * 2 * 1000 * static_cast<float>(seat.size);
   for (size_t i = 0; i < output.size(); ++i) {
@@ -390,7 +390,7 @@ void Simulation::requireSums(const Seat& seat, size_t number) {
 
 std::string Simulation::describe(const Seat& seat, size_t number) const {
   const Call& call = (*seat.program)[number];
-  return fmt::format("group \"{}\", rank {}, {} #{} of {}", seat.group->spec().name, seat.me,
+  return fmt::format("group \"{}\", rank {}, {} #{} of {}", seat.group->spec.name, seat.me,
                      toString(call.collective), number + 1, call.count);
 }
 
@@ -424,7 +424,7 @@ void Simulation::run() {
         submitNext(player, *seat);
         advanced = true;
       }
-      advanced |= player.engine->runTurn();
+      advanced |= player.engine->progress().runTurn();
       for (auto& seat : player.seats) look(*seat);
       if (testing::Test::HasFailure()) return;
     }

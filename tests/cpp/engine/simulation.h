@@ -52,12 +52,12 @@ class Simulation {
   };
   // A rank in one group, with its calls.
   struct Seat {
-    std::shared_ptr<engine::Group> group;
+    std::shared_ptr<engine::groups::Group> group;
     Rank me = 0;
     int size = 0;
     const std::vector<Call>* program = nullptr;
     std::vector<std::vector<int32_t>> inputs, outputs;  // of float32: their bits
-    std::vector<engine::CompletionPtr> completions;
+    std::vector<engine::calls::CompletionPtr> completions;
     std::vector<Nanoseconds> deadlines;
     size_t ended = 0;  // the number of calls that have ended and were checked
   };

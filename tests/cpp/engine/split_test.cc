@@ -15,20 +15,21 @@ using testing::Each;
 using testing::HasSubstr;
 
 // Splits the group of `members` (ranks of `parent`). Null for ranks that are not in it.
-std::shared_ptr<engine::Group> split(RankContext& rank,
-                                     const std::shared_ptr<engine::Group>& parent,
-                                     const std::vector<Rank>& members) {
-  const auto me = std::find(members.begin(), members.end(), parent->spec().me);
+std::shared_ptr<engine::groups::Group> split(RankContext& rank,
+                                             const std::shared_ptr<engine::groups::Group>& parent,
+                                             const std::vector<Rank>& members) {
+  const auto me = std::find(members.begin(), members.end(), parent->spec.me);
   if (me == members.end()) return nullptr;
-  const engine::Group::Spec spec{"part", static_cast<Rank>(me - members.begin()),
-                                 static_cast<int>(members.size())};
+  const engine::groups::GroupSpec spec{"part", static_cast<Rank>(me - members.begin()),
+                                         static_cast<int>(members.size())};
   return engine::splitGroup(rank.engine, parent, spec, members, kTimeout);
 }
 
 // The ranks of the group's members in the first group, in the order of the new group.
-std::vector<int32_t> gathered(RankContext& rank, const std::shared_ptr<engine::Group>& group) {
+std::vector<int32_t> gathered(RankContext& rank,
+                              const std::shared_ptr<engine::groups::Group>& group) {
   std::vector<int32_t> mine{rank.rank};
-  std::vector<int32_t> all(static_cast<size_t>(group->spec().size));
+  std::vector<int32_t> all(static_cast<size_t>(group->spec.size));
   auto request = allGather(bytesOf(mine), {bytesOf(all)});
   request.timeout = kTimeout;
   const auto completion = rank.engine.submit(*group, std::move(request));
@@ -104,7 +105,7 @@ TEST(SplitTest, AllHearWhenMembersDisagree) {
 TEST(SplitTest, AllHearWhyOneCannotJoin) {
   for (const std::vector<int>& layout : {std::vector{3}, std::vector{2, 1}, std::vector{1, 1, 1}}) {
     const auto body = [](RankContext& rank) {
-      std::vector<std::shared_ptr<engine::Group>> alone;
+      std::vector<std::shared_ptr<engine::groups::Group>> alone;
       if (rank.rank == 1) {
         const auto fillMemory = [&] {
           for (;;) alone.push_back(split(rank, rank.group, {1}));
@@ -130,7 +131,7 @@ TEST(SplitTest, AllHearWhyOneCannotJoin) {
 TEST(SplitTest, ARankThatIsMissingIsAnError) {
   runRanks({2}, [](RankContext& rank) {
     if (rank.rank == 1) return;
-    const engine::Group::Spec spec{"part", 0, 2};
+    const engine::groups::GroupSpec spec{"part", 0, 2};
     try {
       engine::splitGroup(rank.engine, rank.group, spec, {0, 1}, 300'000'000);
       FAIL() << "rank 1 never came";

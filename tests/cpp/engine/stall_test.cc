@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "engine/calls.h"
-#include "engine/recent_durations.h"
+#include "engine/observe/recent_durations.h"
 
 namespace smddp::test {
 namespace {
@@ -31,7 +31,8 @@ class MovedClock final : public Clock {
 class StallTest : public testing::Test {
  protected:
   StallTest() {
-    std::vector<bootstrap::Introduction> introductions;
+    std::vector<engine::groups::Place> places;
+    engine::groups::Members members{{}, {"id:node0", "id:node0"}};
     for (Rank rank = 0; rank < 2; ++rank) {
       engine::Engine::Options options;
       options.progressThread = false;
@@ -41,25 +42,24 @@ class StallTest : public testing::Test {
       options.process.metrics = metrics_;
       auto& player = players_[static_cast<size_t>(rank)];
       player.engine = std::make_unique<engine::Engine>(options);
-      auto [group, introduction] = player.engine->beginGroup({"test", rank, 2});
-      player.group = group;
-      introductions.push_back(introduction);
+      places.push_back(player.engine->reserve({"test", rank, 2}));
+      members.introductions.push_back(places.back().introduction);
     }
-    for (auto& player : players_)
-      player.engine->finishGroup(player.group, introductions, {"id:node0", "id:node0"});
+    for (size_t rank = 0; rank < 2; ++rank)
+      players_[rank].group = players_[rank].engine->join(places[rank], members);
   }
   ~StallTest() override {
     for (auto& player : players_) player.engine.reset();
   }
 
-  engine::CompletionPtr begin(size_t rank, std::vector<float>& data) {
+  engine::calls::CompletionPtr begin(size_t rank, std::vector<float>& data) {
     auto request = allReduce(bytesOf(data));
     request.timeout = 3600 * kSecond;
     return players_[rank].engine->submit(*players_[rank].group, std::move(request));
   }
   void turn() {
     for (int i = 0; i < 3; ++i) {
-      for (auto& player : players_) player.engine->runTurn();
+      for (auto& player : players_) player.engine->progress().runTurn();
     }
   }
   // A call for which rank 1 comes so much later. Returns what the log said until then.
@@ -88,10 +88,11 @@ class StallTest : public testing::Test {
  private:
   struct Player {
     std::unique_ptr<engine::Engine> engine;
-    std::shared_ptr<engine::Group> group;
+    std::shared_ptr<engine::groups::Group> group;
   };
   const std::shared_ptr<MovedClock> clock_ = std::make_shared<MovedClock>();
-  const std::shared_ptr<engine::Metrics> metrics_ = std::make_shared<engine::Metrics>();
+  const std::shared_ptr<engine::observe::Metrics> metrics_ =
+      std::make_shared<engine::observe::Metrics>();
   std::array<std::vector<float>, 2> data_{std::vector<float>(1000, 1), std::vector<float>(1000, 1)};
   std::array<Player, 2> players_;
 };
@@ -122,7 +123,7 @@ TEST_F(StallTest, CallsThatTakeLongMayTakeTwentyTimesAsLong) {
 }
 
 TEST(RecentDurations, MedianOfTheLast) {
-  engine::RecentDurations recent;
+  engine::observe::RecentDurations recent;
   EXPECT_EQ(recent.median(), 0);
   recent.add(5);
   EXPECT_EQ(recent.median(), 5);

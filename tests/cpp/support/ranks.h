@@ -21,10 +21,10 @@ struct RankContext {
   int size;
   LocalStore& store;
   engine::Engine& engine;
-  std::shared_ptr<engine::Group> group;
+  std::shared_ptr<engine::groups::Group> group;
 
   // Runs a collective and waits for it; throws its error.
-  void run(engine::Request request) const {
+  void run(engine::calls::Request request) const {
     request.willWait = true;
     if (request.timeout == 0) request.timeout = kTimeout;
     const auto completion = engine.submit(*group, std::move(request));

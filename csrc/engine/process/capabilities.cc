@@ -1,0 +1,23 @@
+#include "engine/process/capabilities.h"
+
+#include "bootstrap/local_address.h"
+#include "common/config.h"
+#include "reduction/reduce.h"
+#include "transport/fabric/fabric.h"
+
+namespace smddp::engine::process {
+
+bool canReduce(DataType type, ReduceOp op) { return reduction::supports(type, op); }
+
+Capabilities capabilities() {
+  Capabilities result;
+  result.simd = reduction::toString(reduction::simdLevel());
+  result.noFabric = transport::fabric::whyMissing();
+  return result;
+}
+
+std::string addressForPeers() {
+  return bootstrap::localAddress(settings(), environment("MASTER_ADDR"));
+}
+
+}  // namespace smddp::engine::process

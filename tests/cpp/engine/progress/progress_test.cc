@@ -1,0 +1,40 @@
+#include "engine/progress/progress.h"
+
+#include <stdexcept>
+
+#include <gtest/gtest.h>
+
+namespace smddp::engine::progress {
+namespace {
+
+// No thread of its own, so actions stay in the inbox until the test becomes the owner.
+class ProgressTest : public ::testing::Test {
+ protected:
+  Ownership ownership_;
+  process::Process process_{process::Process::Options{}, ownership_};
+  groups::GroupRegistry groups_{ownership_, process_};
+  Progress progress_{ownership_, process_, groups_, /*hasThreads=*/false};
+};
+
+TEST_F(ProgressTest, CallThrowsWhatItsActionThrows) {
+  EXPECT_THROW(progress_.call([] { throw std::runtime_error("mine"); }), std::runtime_error);
+  EXPECT_FALSE(ownership_.isTaken());
+}
+
+TEST_F(ProgressTest, AnActionThatThrowsConcernsNoOtherAction) {
+  bool isNextDone = false, isMineDone = false;
+  progress_.leaveForOwner([] { throw std::runtime_error("of another thread"); });
+  progress_.leaveForOwner([&] { isNextDone = true; });
+  EXPECT_NO_THROW(progress_.call([&] { isMineDone = true; }));
+  EXPECT_TRUE(isNextDone);
+  EXPECT_TRUE(isMineDone);
+  EXPECT_FALSE(ownership_.isTaken());
+}
+
+TEST_F(ProgressTest, PostLetsGoAfterAnActionThatThrows) {
+  EXPECT_NO_THROW(progress_.post([] { throw std::runtime_error("of this thread"); }));
+  EXPECT_FALSE(ownership_.isTaken());
+}
+
+}  // namespace
+}  // namespace smddp::engine::progress
