@@ -117,8 +117,7 @@ void bindProcessGroup(py::module& m) {
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
            py::arg("algorithm"), py::arg("wire"), py::arg("ranks_of_world"), py::arg("device_type"),
            py::arg("name_of"), py::arg("make_nccl"), py::arg("cuda_part") = "")
-      .def("gpu_path", &GpuProcessGroup::path)
-      .def("gpu_sum", &GpuProcessGroup::sumPlace);
+      .def("gpu_path", &GpuProcessGroup::path);
   m.def(
       "empty",
       [](const std::vector<int64_t>& sizes, at::ScalarType type) {

@@ -28,9 +28,9 @@ constexpr size_t kMaxTroubleBytes = 512;
 
 // These settings determine plans, slot sizes, the order of operations and the path of calls. With different values two
 // ranks would wait for messages that the other never sends, or would give each other up at different times.
-constexpr std::array<std::string_view, 12> kMustAgree = {
+constexpr std::array<std::string_view, 11> kMustAgree = {
     "algorithm", "wire",     "oneShotBytes", "chunkBytes", "fabricChunkBytes", "fabricWindow",
-    "poolBytes", "inFlight", "fusionBytes",  "gpuPath",    "gpuSum",           "hostTimeout"};
+    "poolBytes", "inFlight", "fusionBytes",  "gpuPath",    "hostTimeout"};
 
 bool mustAgree(std::string_view field) {
   return std::find(kMustAgree.begin(), kMustAgree.end(), field) != kMustAgree.end();

@@ -99,11 +99,6 @@ inline constexpr int64_t kMostWindow = 1 << 8;
     "all_reduce, all_gather, reduce_scatter and broadcast use NCCL inside each node. docs/gpu.md says what "    \
     "has run on a GPU.",                                                                                       \
     .words = "auto, host, nccl, ipc or rails")                                                                 \
-  X(std::string, gpuSum, "SMDDP_GPU_SUM", "auto",                                                              \
-    "Where rails (SMDDP_GPU_PATH) sums what comes from other nodes, the same on all ranks: cpu, gpu (a "       \
-    "kernel of the CUDA part), or auto: each group measures both in its first call, and uses the GPU if it "   \
-    "is clearly faster.",                                                                                      \
-    .words = "auto, cpu or gpu")                                                                               \
   X(bool, gpuCommMemory, "SMDDP_GPU_COMM_MEMORY", false,                                                       \
     "Allocate DDP's gradient buckets on GPUs, and FSDP2's buffers if it asks for them, in memory that is "     \
     "registered with NCCL, or that ranks which share a GPU can map.")                                          \

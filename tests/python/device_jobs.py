@@ -48,8 +48,8 @@ RAILS = {"SMDDP_GPU_PATH": "rails", "SMDDP_POOL_BYTES": "262144"}
 
 
 @contextlib.contextmanager
-def summing_job(library: str | None) -> Iterator[Any]:
-    """Creates a job on rails; `library` replaces the CUDA part. Yields the device."""
+def job_with_part(library: str | None) -> Iterator[Any]:
+    """Creates a job with a CUDA part, or with `library` in its place. Yields the device."""
     from smddp.torch import _load, backend
 
     def make_nccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
@@ -59,42 +59,6 @@ def summing_job(library: str | None) -> Iterator[Any]:
     backend._gpu_support = lambda: ("fake", lambda index: os.environ["RANK"], make_nccl, part)
     with device_cases.job("fake") as device:
         yield device
-
-
-def place_of_sums() -> str:
-    place: str = dist.group.WORLD._get_backend(torch.device("fake")).gpu_sum()
-    return place
-
-
-# The dtypes that rails reduce, and a count that is not a multiple of the ranks or nodes. It is so
-# large that the CPU sums in the order of nodes.
-SUMMED = [*device_cases.FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64]
-
-SUMMED_COUNT = 20_011
-
-
-def make_sums(library: str | None = None) -> tuple[str, int, dict[str, bytes]]:
-    """Returns where sums were made, the number of kernels, and the bytes of the results by call."""
-    with summing_job(library) as device:
-        results = {}
-        generator = torch.Generator().manual_seed(dist.get_rank())
-
-        def keep(name: str, tensor: torch.Tensor) -> None:
-            results[name] = bytes(tensor.cpu().contiguous().view(torch.uint8).numpy())
-
-        for dtype in SUMMED:
-            ops = device_cases.OPS + ([dist.ReduceOp.AVG] if dtype.is_floating_point else [])
-            for number, op in enumerate(ops):
-                size = dist.get_world_size()
-                values = torch.randn(size * SUMMED_COUNT, generator=generator) * 100
-                there = values.to(dtype).to(device.device)
-                block = torch.zeros(SUMMED_COUNT, dtype=dtype, device=device.device)
-                dist.reduce_scatter_tensor(block, there, op)
-                keep(f"reduce_scatter {dtype} {number}", block)
-                vector = there[:SUMMED_COUNT].clone()
-                dist.all_reduce(vector, op)
-                keep(f"all_reduce {dtype} {number}", vector)
-        return place_of_sums(), device.module.jobs(), results
 
 
 def in_shared_job(of: Callable[[Any], list[str]], seconds: float = 3) -> list[str]:

@@ -306,7 +306,6 @@ def _bad_setting() -> str:
         ("SMDDP_SIMD", "or", "expects auto, scalar, avx2 or avx512"),
         ("SMDDP_STAGING_STORES", "fast", "expects auto, ordinary or streaming"),
         ("SMDDP_GPU_PATH", "ncc", "expects auto, host, nccl, ipc or rails"),
-        ("SMDDP_GPU_SUM", "auto,", "expects auto, cpu or gpu"),
         ("SMDDP_ALGORITHM", "allreduce=rign", 'allreduce has no algorithm "rign", only one_shot'),
         ("SMDDP_ALGORITHM", "rign", '"rign" is not a collective; write collective=name'),
     ],
@@ -332,7 +331,6 @@ def _different_settings(variable: str, value: str) -> str:
     [
         ("SMDDP_CHUNK_BYTES", "4096", "262144"),
         ("SMDDP_GPU_PATH", "rails", "auto"),
-        ("SMDDP_GPU_SUM", "cpu", "auto"),
     ],
 )
 def test_settings_that_differ_between_ranks(variable: str, value: str, common: str) -> None:

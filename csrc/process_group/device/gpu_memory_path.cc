@@ -211,6 +211,22 @@ class Turns final : public DeviceTurns,
   cuda::SharedCall call_;
 };
 
+// Throws Transport where the CUDA part has no kernels for this GPU.
+void requireKernels(const cuda::DeviceTable& table, c10::Device device) {
+  const at::Tensor bytes = at::zeros({3}, at::TensorOptions(at::kByte).device(device));
+  auto* const first = static_cast<std::byte*>(bytes.data_ptr());
+  cuda::Job job;
+  job.srcs[0] = first;
+  job.numSrcs = 1;
+  // With one destination the driver would copy, and no kernel would run.
+  job.dsts[0] = first + 1;
+  job.dsts[1] = first + 2;
+  job.numDsts = 2;
+  job.count = 1;
+  cuda::check(table, table.run(device.index(), &job, currentStream(device).native_handle()),
+              "a kernel");
+}
+
 }  // namespace
 
 GpuMemoryPath::GpuMemoryPath(std::shared_ptr<engine::Engine> engine,
@@ -238,21 +254,6 @@ std::vector<T> GpuMemoryPath::gather(const T& mine, Nanoseconds timeout) {
   ended->get_future().wait();
   if (completion->error()) throw *completion->error();
   return buffers->all;
-}
-
-void requireKernels(const cuda::DeviceTable& table, c10::Device device) {
-  const at::Tensor bytes = at::zeros({3}, at::TensorOptions(at::kByte).device(device));
-  auto* const first = static_cast<std::byte*>(bytes.data_ptr());
-  cuda::Job job;
-  job.srcs[0] = first;
-  job.numSrcs = 1;
-  // With one destination the driver would copy, and no kernel would run.
-  job.dsts[0] = first + 1;
-  job.dsts[1] = first + 2;
-  job.numDsts = 2;
-  job.count = 1;
-  cuda::check(table, table.run(device.index(), &job, currentStream(device).native_handle()),
-              "a kernel");
 }
 
 std::string GpuMemoryPath::connect(Nanoseconds timeout) {

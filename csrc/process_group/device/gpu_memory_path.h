@@ -16,9 +16,6 @@
 
 namespace smddp::process_group::device {
 
-// Throws Transport where the CUDA part has no kernels for this GPU.
-void requireKernels(const cuda::DeviceTable& table, c10::Device device);
-
 class GpuMemoryPath : public std::enable_shared_from_this<GpuMemoryPath> {
  public:
   // library: of the CUDA part.

@@ -10,7 +10,6 @@
 
 #include "common/config.h"
 #include "common/log.h"
-#include "cuda/library.h"
 #include "engine/split.h"
 #include "process_group/checks.h"
 #include "process_group/device/sources.h"
@@ -452,25 +451,17 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
       std::chrono::nanoseconds(effectiveTimeout(timeout)));
   std::vector<Rank> members;
   for (int node = 0; node < topology.numNodes(); ++node) members.push_back(topology.railPeer(node));
-  std::vector<std::shared_ptr<engine::Group>> railGroups;
-  std::vector<intrusive_ptr<ProcessGroup>> rails;
-  for (const char* name : {"rail", "second rail"}) {
-    // Only sums on the GPU need the second rail.
-    const bool isOnCpu = cuda::parseSumSetting(settings().gpuSum) == cuda::SumSetting::Cpu;
-    if (isOnCpu && !rails.empty()) break;
-    const engine::Group::Spec spec{
-        fmt::format("{}, {} {}", group()->spec().name, name, topology.myLocal()), topology.myNode(),
-        topology.numNodes(), group()->spec().options};
-    railGroups.push_back(
-        engine::splitGroup(*engine(), group(), spec, members, effectiveTimeout(timeout)));
-    auto calls = std::make_unique<Calls>();
-    sendDirectly(*calls);
-    rails.push_back(
-        c10::make_intrusive<ProcessGroup>(railGroups.back(), patience, std::move(calls)));
-  }
-  // The rails fail before NCCL is aborted: an aborted call leaves garbage, which must not be summed.
-  const auto failRails = [engine = engine(), railGroups](const Error& error) {
-    for (const auto& rail : railGroups) engine->fail(*rail, error);
+  const engine::Group::Spec spec{
+      fmt::format("{}, rail {}", group()->spec().name, topology.myLocal()), topology.myNode(),
+      topology.numNodes(), group()->spec().options};
+  const auto railGroup =
+      engine::splitGroup(*engine(), group(), spec, members, effectiveTimeout(timeout));
+  auto calls = std::make_unique<Calls>();
+  sendDirectly(*calls);
+  auto rail = c10::make_intrusive<ProcessGroup>(railGroup, patience, std::move(calls));
+  // The rail fails before NCCL is aborted: an aborted call leaves garbage, which must not be summed.
+  const auto failRail = [engine = engine(), railGroup](const Error& error) {
+    engine->fail(*railGroup, error);
   };
   const auto nodeGroup = [&](const char* purpose) {
     const std::string prefix =
@@ -478,87 +469,12 @@ void GpuProcessGroup::makeRails(std::chrono::milliseconds timeout) {
     return NcclGroup::make(engine(), group(),
                            support_.makeNccl(c10::make_intrusive<c10d::PrefixStore>(prefix, store_),
                                              topology.myLocal(), topology.teamSize(), patience),
-                           failRails);
+                           failRail);
   };
   rails_ = std::make_shared<GpuRails>(
       engine(), group(), *device_,
-      GpuRails::Groups{nodeGroup("scatter"), nodeGroup("gather"), rails, railGroups});
+      GpuRails::Groups{nodeGroup("scatter"), nodeGroup("gather"), std::move(rail), railGroup});
   rails_->connect();
-  chooseSum(rails, timeout);
-}
-
-at::Tensor GpuProcessGroup::gathered(const std::vector<int64_t>& mine,
-                                     std::chrono::milliseconds timeout) {
-  at::Tensor input = at::tensor(mine, at::kLong);
-  at::Tensor output = at::empty({getSize() * input.numel()}, at::kLong);
-  c10d::AllgatherOptions options;
-  options.timeout = timeout;
-  ProcessGroup::_allgather_base(output, input, options)->wait();
-  return output.view({getSize(), input.numel()});
-}
-
-const cuda::DeviceTable* GpuProcessGroup::summingTable(std::string& refusal) const {
-  const int nodes = group()->topology().numNodes();
-  if (nodes > cuda::kMaxSharing) {
-    refusal = fmt::format("a kernel sums {} nodes at most, not {}", cuda::kMaxSharing, nodes);
-    return nullptr;
-  }
-  try {
-    const auto& table = cuda::loadLibrary(support_.library);
-    requireKernels(table, *device_);
-    return &table;
-  } catch (const Error& error) {
-    refusal = error.what();
-    return nullptr;
-  }
-}
-
-void GpuProcessGroup::chooseSum(const std::vector<intrusive_ptr<ProcessGroup>>& rails,
-                                std::chrono::milliseconds timeout) {
-  const auto setting = cuda::parseSumSetting(settings().gpuSum);
-  if (setting == cuda::SumSetting::Cpu) return;
-  std::string refusal;
-  const cuda::DeviceTable* const table = summingTable(refusal);
-  const at::Tensor said = gathered({table != nullptr}, timeout);
-  int64_t unable = getSize();  // the first rank that is
-  for (int64_t rank = getSize() - 1; rank >= 0; --rank) {
-    if (said[rank][0].item<int64_t>() == 0) unable = rank;
-  }
-  if (unable < getSize()) {
-    if (unable != getRank()) return;
-    const auto level = setting == cuda::SumSetting::Gpu ? LogLevel::Warn : LogLevel::Info;
-    if (level > logLevel()) return;
-    writeLog(
-        level, "process_group",
-        fmt::format("rails sum on the CPU: SMDDP_GPU_SUM={} cannot have the GPU do it: rank {}: {}",
-                    settings().gpuSum, unable, refusal));
-    return;
-  }
-  const auto onGpu = [&] { return RailSum::onGpu(rails[0], rails[1], *table); };
-  if (setting == cuda::SumSetting::Gpu) {
-    sumPlace_ = cuda::SumPlace::Gpu;
-    return rails_->use(onGpu());
-  }
-  const int64_t onCpu = rails_->measure(effectiveTimeout(timeout));
-  rails_->use(onGpu());
-  const at::Tensor took = gathered({onCpu, rails_->measure(effectiveTimeout(timeout))}, timeout);
-  std::vector<cuda::SumTimes> ranks;
-  for (int rank = 0; rank < getSize(); ++rank) {
-    ranks.push_back({took[rank][0].item<int64_t>(), took[rank][1].item<int64_t>()});
-  }
-  const cuda::SumTimes slowest = cuda::slowest(ranks);
-  sumPlace_ = cuda::chooseSum(slowest);
-  if (sumPlace_ == cuda::SumPlace::Cpu) rails_->use(RailSum::onCpu(rails[0]));
-  if (getRank() != 0) return;
-  SMDDP_LOG(Info, "process_group",
-            "rails sum on the {}: a trial took {:.3f} ms with the sum on the CPU, {:.3f} ms with "
-            "that on the GPU, on the slowest rank",
-            sumPlace_ == cuda::SumPlace::Gpu ? "GPU" : "CPU",
-            static_cast<double>(slowest.cpu) * 1e-6, static_cast<double>(slowest.gpu) * 1e-6);
-}
-
-std::string GpuProcessGroup::sumPlace() const {
-  return state_.load(std::memory_order_acquire) == State::Rails ? toString(sumPlace_) : "";
 }
 
 // --- batches ----------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@
 #include <optional>
 
 #include "cuda/path.h"
-#include "cuda/sum_choice.h"
 #include "process_group/device/calls.h"
 #include "process_group/device/gpu_memory_path.h"
 #include "process_group/device/gpu_rails.h"
@@ -104,8 +103,6 @@ class GpuProcessGroup final : public ProcessGroup, public Route {
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
-  // Where rails sum between nodes: "cpu", "gpu", or empty where there are none.
-  std::string sumPlace() const;
   // "host", "nccl", "ipc", "rails", or empty before the first collective on GPU tensors.
   std::string path() const;
 
@@ -147,13 +144,6 @@ class GpuProcessGroup final : public ProcessGroup, public Route {
   void makeNccl();
   void sendDirectly(Calls& calls) const;
   void makeRails(std::chrono::milliseconds timeout);
-  // Makes the rails sum where the setting says, or where a measurement was faster. The result is the same on all ranks.
-  void chooseSum(const std::vector<c10::intrusive_ptr<ProcessGroup>>& rails,
-                 std::chrono::milliseconds timeout);
-  // An all-gather of numbers: a row for each rank.
-  at::Tensor gathered(const std::vector<int64_t>& mine, std::chrono::milliseconds timeout);
-  // The CUDA part if its kernels run here; else null, and `refusal` says why.
-  const cuda::DeviceTable* summingTable(std::string& refusal) const;
   // NCCL, if `state` says that it serves the call; else null. If this thread is coalescing, so is NCCL from now on.
   NcclGroup* used(State state);
 
@@ -170,9 +160,8 @@ class GpuProcessGroup final : public ProcessGroup, public Route {
   std::map<int, State> messages_;      // by rank; guarded by mutex_
   std::shared_ptr<NcclGroup> made_;    // guarded by mutex_ until nccl_ is set
   std::atomic<NcclGroup*> nccl_{nullptr};
-  std::shared_ptr<GpuMemoryPath> memory_;          // constant once state_ is Ipc
-  std::shared_ptr<GpuRails> rails_;                // constant once state_ is Rails
-  cuda::SumPlace sumPlace_ = cuda::SumPlace::Cpu;  // the same
+  std::shared_ptr<GpuMemoryPath> memory_;  // constant once state_ is Ipc
+  std::shared_ptr<GpuRails> rails_;        // constant once state_ is Rails
 };
 
 }  // namespace smddp::process_group::device

@@ -4,7 +4,6 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "common/config.h"
 #include "common/log.h"
@@ -62,7 +61,6 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
         std::shared_ptr<DeviceCopies> copies, std::shared_ptr<void> keepAlive)
       : rails_(std::move(rails)),
         topology_(rails_->parent_->topology()),
-        sum_(rails_->sum_),
         copies_(std::move(copies)),
         keepAlive_(std::move(keepAlive)),
         timeout_(std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -113,19 +111,12 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
   bool goOn() {
     const c10::StreamGuard guard(copies_->stream());
     const at::AutoDispatchBelowADInplaceOrView noAutograd;
-    for (; summed_ < chunks_.size(); ++summed_) {
-      Chunk& chunk = chunks_[summed_];
-      if (!chunk.second) continue;
-      if (!hasEnded(*chunk.rail)) break;
-      chunk.rail = chunk.second();
-      if (chunk.rail) advanceAfter(*chunk.rail);
-    }
-    for (; ended_ < summed_; ++ended_) {
+    for (; ended_ < chunks_.size(); ++ended_) {
       const Chunk& chunk = chunks_[ended_];
-      if (chunk.rail && !hasEnded(*chunk.rail)) return false;
+      if (!hasEnded(*chunk.rail)) return false;
       if (chunk.last) chunk.last();
     }
-    return ended_ == chunks_.size();
+    return true;
   }
 
   void end(const std::optional<Error>& error) {
@@ -141,11 +132,9 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
 
  private:
   struct Chunk {
-    c10::intrusive_ptr<Work>
-        rail;  // under way, or the last one; null: only the device has work left
-    // Both enqueue on the current stream. Empty: there is no such step.
-    std::function<c10::intrusive_ptr<Work>()> second = {};  // of the rail
-    std::function<void()> last = {};                        // the third stage
+    c10::intrusive_ptr<Work> rail;
+    std::function<void()>
+        last;  // enqueues the third stage on the current stream; empty: there is none
   };
 
   void advanceAfter(const Work& rail) const {
@@ -196,27 +185,30 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
   // --- the collectives, as far as the rail -------------------------------------------------------
 
   void reduceAll(const at::Tensor& part, const c10d::ReduceOp& op) {
-    at::Tensor whole = padded(part, locals() * sum_->multiple());
+    at::Tensor whole = padded(part, locals());
     if (!whole.is_same(part)) {
       whole.zero_();
       enqueueCopy(part, whole.narrow(0, 0, part.numel()));
     }
     at::Tensor share = at::empty({whole.numel() / locals()}, part.options());
     reduceInNode(whole, share, op);
-    auto [first, second] = sum_->sumAll(sumOf(op), share);
-    chunks_.push_back({std::move(first), std::move(second), [this, share, whole, part] {
-                         copies_->use(whole);
-                         gatherInNode(share, whole, part);
-                       }});
+    auto options = optionsOf<c10d::AllreduceOptions>();
+    options.reduceOp = op;
+    std::vector<at::Tensor> shares{share};
+    add(rail().allreduce(shares, options), [this, share, whole, part] {
+      copies_->use(whole);
+      gatherInNode(share, whole, part);
+    });
   }
 
-  void reduceScatter(const at::Tensor& blocks, const at::Tensor& output, const c10d::ReduceOp& op) {
+  void reduceScatter(const at::Tensor& blocks, at::Tensor output, const c10d::ReduceOp& op) {
     const at::Tensor ordered = at::empty({locals(), nodes(), output.numel()}, output.options());
     for (const auto& [theirs, ours] : paired(blocks, ordered)) enqueueCopy(theirs, ours);
     at::Tensor share = at::empty({nodes() * output.numel()}, output.options());
     reduceInNode(ordered.view(-1), share, op);
-    auto [first, second] = sum_->sumBlocks(sumOf(op), output, share);
-    chunks_.push_back({std::move(first), std::move(second)});
+    auto options = optionsOf<c10d::ReduceScatterOptions>();
+    options.reduceOp = op;
+    add(rail()._reduce_scatter_base(output, share, options), nullptr);
   }
 
   void gatherAll(at::Tensor input, const at::Tensor& blocks) {
@@ -259,8 +251,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
 
   int64_t locals() const { return topology_.teamSize(); }
   int64_t nodes() const { return topology_.numNodes(); }
-  ProcessGroup& rail() const { return *rails_->groups_.rails.front(); }
-  RailSum::Call sumOf(const c10d::ReduceOp& op) const { return {op, timeout_, copies_}; }
+  ProcessGroup& rail() const { return *rails_->groups_.rail; }
 
   template <typename Options>
   Options optionsOf() const {
@@ -271,9 +262,8 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
   }
 
   void add(const c10::intrusive_ptr<c10d::Work>& rail, std::function<void()> last) {
-    chunks_.push_back({c10::intrusive_ptr<Work>::reclaim_copy(static_cast<Work*>(rail.get())),
-                       {},
-                       std::move(last)});
+    chunks_.push_back(
+        {c10::intrusive_ptr<Work>::reclaim_copy(static_cast<Work*>(rail.get())), std::move(last)});
   }
 
   // The part itself if its elements divide by `ways`; else a longer tensor whose elements do.
@@ -319,14 +309,12 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
 
   const std::shared_ptr<GpuRails> rails_;
   const plan::Topology& topology_;
-  const std::shared_ptr<RailSum> sum_;
   const std::shared_ptr<DeviceCopies> copies_;
   const std::shared_ptr<void> keepAlive_;
   const std::chrono::milliseconds timeout_;
   const c10::Stream firstStream_;
   std::vector<Chunk> chunks_;
-  size_t summed_ = 0;  // chunks whose rail has no further step; of the thread in advanceQueue()
-  size_t ended_ = 0;   // chunks of which nothing is left to enqueue; the same
+  size_t ended_ = 0;  // chunks of which nothing is left to enqueue; of the thread in advanceQueue()
   std::function<void(const std::optional<Error>&)> atEnd_;
 };
 
@@ -341,32 +329,7 @@ GpuRails::GpuRails(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engin
     : engine_(std::move(engine)),
       parent_(std::move(parent)),
       device_(device),
-      groups_(std::move(groups)),
-      sum_(RailSum::onCpu(groups_.rails.front())) {}
-
-int64_t GpuRails::measure(Nanoseconds timeout) {
-  constexpr int64_t kMostBytes = 4 << 20;
-  constexpr int kRounds = 3;  // the first one connects and allocates, and does not count
-  const int64_t bytes = std::min(settings().poolBytes, kMostBytes) * parent_->topology().teamSize();
-  const at::Tensor scratch = at::zeros({bytes}, at::TensorOptions(at::kByte).device(device_));
-  engine::Request request;
-  request.collective = collectives::Collective::AllReduce;
-  request.type = DataType::float32;
-  request.bytes = bytes;
-  request.output = {{static_cast<std::byte*>(scratch.data_ptr()), static_cast<size_t>(bytes)}};
-  request.timeout = timeout;
-  const MonotonicClock clock;
-  Nanoseconds quickest = std::numeric_limits<Nanoseconds>::max();
-  for (int round = 0; round < kRounds; ++round) {
-    const Nanoseconds begun = clock.now();
-    const auto copies = std::make_shared<DeviceCopies>(device_);
-    begin(request, copies, std::make_shared<at::Tensor>(scratch))->advanceToEnd();
-    copies->finish();
-    copies->synchronize();
-    if (round > 0) quickest = std::min(quickest, clock.now() - begun);
-  }
-  return quickest;
-}
+      groups_(std::move(groups)) {}
 
 std::shared_ptr<DeviceTurns> GpuRails::begin(const engine::Request& request,
                                              const std::shared_ptr<DeviceCopies>& copies,
@@ -386,7 +349,7 @@ std::shared_ptr<DeviceTurns> GpuRails::begin(const engine::Request& request,
 
 void GpuRails::fail(const Error& error) {
   engine_->fail(*parent_, error);
-  for (const auto& rail : groups_.railGroups) engine_->fail(*rail, error);
+  engine_->fail(*groups_.railGroup, error);
 }
 
 void GpuRails::advanceQueue() {
@@ -432,22 +395,20 @@ void GpuRails::connect() {
 }
 
 void GpuRails::abort() {
-  if (const auto error = failure()) {
-    for (const auto& rail : groups_.railGroups) engine_->fail(*rail, *error);
-  }
+  if (const auto error = failure()) engine_->fail(*groups_.railGroup, *error);
   groups_.scatter->abort();
   groups_.gather->abort();
-  for (const auto& rail : groups_.rails) rail->abort();
+  groups_.rail->abort();
 }
 
 void GpuRails::abandon() {
-  for (const auto& rail : groups_.rails) rail->shutdown();
+  groups_.rail->shutdown();
   groups_.scatter->abort();
   groups_.gather->abort();
 }
 
 void GpuRails::shutdown() {
-  for (const auto& rail : groups_.rails) rail->shutdown();
+  groups_.rail->shutdown();
   groups_.scatter->shutdown();
   groups_.gather->shutdown();
 }

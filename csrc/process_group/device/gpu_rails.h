@@ -11,9 +11,8 @@
 // The first two stages are enqueued when the call is made, on a stream of their own. The third is enqueued when the
 // rail has ended, on the stream of the call. So chunks overlap, and so do calls. Different threads enqueue the two
 // halves. Each half comes in the order of the calls, which is the same on all ranks, but the ranks interleave the
-// halves differently. So every node has two groups of NCCL, one for each half. For the same reason a sum on the GPU
-// (rail_sum.h) has a second rail for its second step, which is enqueued when the first has ended, before the third
-// stage of the same chunk.
+// halves differently. So every node has two groups of NCCL, one for each half. The rail sums on the CPU, in the order of
+// nodes.
 //
 // Threads: calls begin one after the other, in the order of the parent group; the rest runs on the thread that runs the
 // engine's continuations. Owns the groups. An error ends the call. The parent group fails, the rail fails, and what
@@ -25,7 +24,6 @@
 #include <mutex>
 
 #include "process_group/device/nccl_group.h"
-#include "process_group/device/rail_sum.h"
 #include "process_group/device/turns.h"
 #include "process_group/process_group.h"
 
@@ -35,20 +33,13 @@ class GpuRails : public std::enable_shared_from_this<GpuRails> {
  public:
   struct Groups {
     std::shared_ptr<NcclGroup> scatter, gather;  // of NCCL, among the node's ranks
-    // Among rank k of every node; the second rail, if any, has the same ranks.
-    std::vector<c10::intrusive_ptr<ProcessGroup>> rails;
-    // The engine's groups of these rails.
-    std::vector<std::shared_ptr<engine::Group>> railGroups;
+    c10::intrusive_ptr<ProcessGroup> rail;       // among rank k of every node
+    std::shared_ptr<engine::Group> railGroup;    // the engine's group of the rail
   };
   GpuRails(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::Group> parent,
            c10::Device device, Groups groups);
 
   static bool serves(collectives::Collective collective);
-  // How reductions are summed between nodes: the same on all ranks, set between calls.
-  void use(std::unique_ptr<RailSum> sum) { sum_ = std::move(sum); }
-  // How long an all_reduce takes, in nanoseconds, of as many bytes as cross the host at a time, at most 4 MiB. All
-  // ranks call it together; blocks.
-  int64_t measure(Nanoseconds timeout);
   // Enqueues the first two stages of a call.
   std::shared_ptr<DeviceTurns> begin(const engine::Request& request,
                                      const std::shared_ptr<DeviceCopies>& copies,
@@ -75,7 +66,6 @@ class GpuRails : public std::enable_shared_from_this<GpuRails> {
   const std::shared_ptr<engine::Group> parent_;
   const c10::Device device_;
   const Groups groups_;
-  std::shared_ptr<RailSum> sum_;  // shared with the calls under way
   std::mutex mutex_;
   std::deque<std::shared_ptr<Turns>> queue_;  // guarded by mutex_
   bool busy_ = false;                         // a thread is in advanceQueue(); the same
