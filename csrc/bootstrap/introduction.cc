@@ -24,7 +24,6 @@ constexpr size_t kMaxVersionBytes = 64;
 constexpr size_t kMaxHostBytes = 256;
 constexpr size_t kMaxSettingsBytes = 4096;
 constexpr size_t kMaxOpaqueBytes = 1024;
-constexpr size_t kMaxTroubleBytes = 512;
 
 // These settings determine plans, slot sizes, the order of operations and the path of calls. With different values two
 // ranks would wait for messages that the other never sends, or would give each other up at different times.
@@ -125,10 +124,6 @@ Introduction parseFields(BlobReader& reader) {
   result.fabric = reader.bytes("fabric", kMaxOpaqueBytes);
   result.lifeline = reader.bytes("lifeline", kMaxOpaqueBytes);
   result.group = reader.bytes("group", kMaxOpaqueBytes);
-  result.trouble = reader.text("trouble", kMaxTroubleBytes);
-  const auto kind = reader.number<uint8_t>("troubleKind");
-  if (kind > static_cast<uint8_t>(ErrorKind::Internal)) throw BlobError("unknown kind of trouble");
-  result.troubleKind = static_cast<ErrorKind>(kind);
   reader.end();
   return result;
 }
@@ -204,9 +199,6 @@ std::vector<std::byte> serialise(const Introduction& introduction) {
   writer.bytes("fabric", introduction.fabric, kMaxOpaqueBytes);
   writer.bytes("lifeline", introduction.lifeline, kMaxOpaqueBytes);
   writer.bytes("group", introduction.group, kMaxOpaqueBytes);
-  writer.text("trouble", std::string_view(introduction.trouble).substr(0, kMaxTroubleBytes),
-              kMaxTroubleBytes);
-  writer.number(static_cast<uint8_t>(introduction.troubleKind));
   return writer.take();
 }
 
@@ -233,16 +225,6 @@ Introduction parseIntroduction(std::span<const std::byte> blob, Rank jobRank) {
           "using the "
           "same store and group name?",
           jobRank, error.what());
-  }
-}
-
-void checkTrouble(const std::vector<Introduction>& introductions, Rank me) {
-  for (Rank rank = 0; rank < static_cast<Rank>(introductions.size()); ++rank) {
-    const Introduction& introduction = introductions[rank];
-    if (introduction.trouble.empty()) continue;
-    if (rank == me) throw Error(introduction.troubleKind, introduction.trouble);
-    raise(introduction.troubleKind, "{} cannot take part: {}", describe(introduction),
-          introduction.trouble);
   }
 }
 

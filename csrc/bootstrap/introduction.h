@@ -33,18 +33,12 @@ struct Introduction {
   std::vector<std::byte> fabric;    // our address for other nodes; empty: single node only
   std::vector<std::byte> lifeline;  // Lifeline::address()
   std::vector<std::byte> group;     // the engine's data for this group only
-  // The reason why this rank cannot take part, or empty. The others raise it, too, instead of waiting for the rank.
-  std::string trouble;
-  ErrorKind troubleKind = ErrorKind::Internal;
   // The rank's number in the job, which texts have. Who reads the introduction knows it: it is not sent.
   Rank jobRank = 0;
 };
 
 // Host, pid, node name, settings and version of this process; the caller adds the rest.
 Introduction introduceThisProcess(const Settings& settings, const ProcessId& id);
-
-// Raises the trouble of the first rank that has any. The text names the rank, except on that rank itself.
-void checkTrouble(const std::vector<Introduction>& introductions, Rank me);
 
 // Lists ascending ranks: "rank 3", "ranks 0-3, 5".
 std::string listRanks(const std::vector<Rank>& ranks);

@@ -157,8 +157,8 @@ auto Rendezvous::noted(const Phase& phase) {
   try {
     return phase();
   } catch (const Error& error) {
-    // The others find out themselves whose time is over, and read the introduction of a rank that has trouble.
-    if (isIn_ && !hasTrouble_ && error.kind() != ErrorKind::Timeout) {
+    // The others find out themselves whose time is over.
+    if (isIn_ && error.kind() != ErrorKind::Timeout) {
       leaveNote(store_, key(kTrouble, epoch_), seal_, {me_, error});
       if (countsTooFew_) leaveNote(store_, key(kAfter, epoch_), seal_, {me_, error});
     }
@@ -177,7 +177,6 @@ std::vector<Introduction> Rendezvous::exchange(const Introduction& mine) {
   Introduction sized = mine;
   sized.groupSize = size_;
   sized.jobRank = jobRank(me_);
-  hasTrouble_ = !mine.trouble.empty();
   return noted([&] { return meet(sized); });
 }
 
@@ -205,7 +204,6 @@ std::vector<Introduction> Rendezvous::meet(const Introduction& mine) {
   }
   countsTooFew_ = me_ == 0 && std::any_of(introductions.begin(), introductions.end(),
                                           [&](const auto& one) { return one.groupSize > size_; });
-  checkTrouble(introductions, me_);
   checkAgreement(introductions);
   return introductions;
 }
@@ -426,11 +424,10 @@ void Rendezvous::raiseMissing(const char* what) {
   }
   // All have published, but the epoch is not closed: rank 0 did not close it.
   if (count == 0) missing = fmt::format("{}", jobRank(0));
-  raise(
-      ErrorKind::Timeout,
-      "rank {} waited {:.1f} s in group {} of {} ranks for rank{} {}: not started, stuck before "
-      "init, or stopped during it; look at their logs",
-      jobRank(me_), seconds(timeout_), group_, size_, count > 1 ? "s" : "", missing);
+  raise(ErrorKind::Timeout,
+        "rank {} waited {:.1f} s in group {} of {} ranks for rank{} {}: not started, stuck before "
+        "init, or stopped during it; look at their logs",
+        jobRank(me_), seconds(timeout_), group_, size_, count > 1 ? "s" : "", missing);
 }
 
 std::string Rendezvous::key(const char* what, int64_t epoch) const {

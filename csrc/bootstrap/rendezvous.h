@@ -66,7 +66,7 @@ class Rendezvous {
   Rendezvous(Store& store, std::string group, Rank me, int size, Nanoseconds timeout,
              Seal seal = Seal(), Watch watch = {}, std::vector<Rank> jobRanks = {});
 
-  // Returns the introductions of all ranks, by rank, after checkTrouble() and checkAgreement().
+  // Returns the introductions of all ranks, by rank, after checkAgreement().
   std::vector<Introduction> exchange(const Introduction& mine);
 
   // Call it after exchange(). Returns which ranks share a node; the names are identical on all ranks. It takes a second
@@ -123,7 +123,6 @@ class Rendezvous {
   bool isCauseKnown_ = false;           // the error is not the store's
   bool isIn_ = false;                   // in an epoch whose ranks wait for this one
   bool countsTooFew_ = false;           // has closed an epoch to which more ranks will come
-  bool hasTrouble_ = false;             // this rank; its introduction says so
   Nanoseconds cameAt_ = 0;              // when this rank came to the epoch
   const Introduction* mine_ = nullptr;  // until it was compared with that of rank 0
 };

@@ -57,8 +57,8 @@ static constexpr std::nullptr_t kNothing = nullptr;
 // the execution is still where it was, and the next event is Break.
 //
 // One way is not in the table: a caller that waits for a small vector while nothing is in flight goes from Idle to Idle in
-// runOneShot(), or to Arrived if the other ranks are late. Such a call takes so little time that to make an Operation of
-// it, and to look it up in the table, would be a part of that which one can measure.
+// runOneShot(), or to Arrived if the other ranks are late. So for the shortest calls no Operation is made, and nothing is
+// looked up.
 const Operations::Transition Operations::kTransitions[] = {
     // on, from, to, condition, action
     {Turn, Idle, Taken, &Operations::hasNext, &Operations::take},
