@@ -78,8 +78,8 @@ class Engine {
   void wait(groups::Group& group, const calls::Completion& completion);
   // The same, but at most this long; false when the time is over.
   bool waitFor(groups::Group& group, const calls::Completion& completion, Nanoseconds timeout);
-  // Waits until one of them has ended, or until a thread has set `interrupted` and called Progress::wakeWaiters(). Yields for
-  // `yieldFor` before it sleeps, instead of a fixed number of times.
+  // Waits until one of them has ended, or until a thread has set `interrupted` and called Progress::wakeWaiters().
+  // Yields for `yieldFor` before it sleeps, instead of a fixed number of times.
   void waitForAny(groups::Group& group, const std::vector<calls::CompletionPtr>& completions,
                   const std::atomic<bool>& interrupted, Nanoseconds yieldFor);
   // Takes back receives for which nobody has sent anything yet. Returns those that cannot be taken back.
@@ -94,8 +94,8 @@ class Engine {
   // progress thread while another one stands by: it may block, and may run until shutdown(), also after destroyGroup():
   // it has to own what it touches.
   void onBreak(groups::Group& group, std::function<void(const Error&)> action);
-  // From now on the death of a member breaks the group within 0.25 s, although nobody here waits for it. For groups whose
-  // ranks also wait for one another outside the engine, as in NCCL.
+  // From now on the death of a member breaks the group within 0.25 s, although nobody here waits for it. For groups
+  // whose ranks also wait for one another outside the engine, as in NCCL.
   void watchMembers(groups::Group& group);
   // What has broken the group, as a sentence for the user.
   std::optional<Error> failureOf(const groups::Group& group);

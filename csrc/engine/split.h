@@ -13,9 +13,9 @@ namespace smddp::engine {
 void agreeOnMembers(Engine& engine, const std::shared_ptr<groups::Group>& parent,
                     const std::vector<Rank>& members, Nanoseconds timeout);
 
-// Makes a group of `members`, which are ranks of `parent` and know one another already: it takes two small messages from
-// each to the first of them, and two back. All members call this with the same list, and make such calls in the same
-// order. If one of them cannot join, all throw why.
+// Makes a group of `members`, which are ranks of `parent` and know one another already: it takes two small messages
+// from each to the first of them, and two back. All members call this with the same list, and make such calls in the
+// same order. If one of them cannot join, all throw why.
 std::shared_ptr<groups::Group> splitGroup(Engine& engine,
                                           const std::shared_ptr<groups::Group>& parent,
                                           groups::GroupSpec spec, const std::vector<Rank>& members,

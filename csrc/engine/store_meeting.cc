@@ -87,10 +87,11 @@ groups::Members StoreMeeting::exchange(const bootstrap::Introduction& mine) {
   return {introductions_, names};
 }
 
-// All ranks of a new group wait here: a rank that went on to compute would not answer the handshake and would look dead.
+// All ranks of a new group wait here: a rank that went on to compute would not answer the handshake and would look
+// dead.
 // A rank that fails now is reported by the first operation. But if there is no connection between two ranks, both throw
-// here: the one that has tried knows at once, and tells the other, which would wait for it. So does a rank whose time is
-// over.
+// here: the one that has tried knows at once, and tells the other, which would wait for it. So does a rank whose time
+// is over.
 void StoreMeeting::complete() {
   if (!network_) return;
   process::Process& process = engine_.process();

@@ -1,8 +1,8 @@
 // The ranks of a new group meet in a store (bootstrap/rendezvous.h): they exchange introductions, find out who shares a
 // node, and if there are several, open the network and exchange its addresses.
 //
-// A rank that cannot go on leaves a note in the store. In each wait the others look for notes and signals, and whether a
-// member that they know is lost.
+// A rank that cannot go on leaves a note in the store. In each wait the others look for notes and signals, and whether
+// a member that they know is lost.
 #pragma once
 
 #include <optional>

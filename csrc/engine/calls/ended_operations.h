@@ -1,7 +1,7 @@
 // What operations that ended leave behind: completions, their continuations, and memory.
 //
-// Finishes the completions, and collects the rest until the engine's owner has let go (Leftovers). Memory of an operation
-// that failed stays here for as long as the group lives. Used by the thread that owns the engine.
+// Finishes the completions, and collects the rest until the engine's owner has let go (Leftovers). Memory of an
+// operation that failed stays here for as long as the group lives. Used by the thread that owns the engine.
 #pragma once
 
 #include <functional>

@@ -13,8 +13,8 @@
 namespace smddp::engine::groups {
 namespace {
 
-// Tracks for which a group reserves address space. numTracksFor() says how many it uses, because only then its nodes are
-// known.
+// Tracks for which a group reserves address space. numTracksFor() says how many it uses, because only then its nodes
+// are known.
 constexpr int64_t kTracksAcrossNodes = 4;
 
 memory::RegionLayout layoutFor(const plan::Limits& limits) {

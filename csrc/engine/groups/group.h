@@ -5,8 +5,8 @@
 //
 // Threads: everything on the thread that owns the engine, except where marked.
 // Begins complete: made from a Place and what all ranks have told one another (Engine::createGroup).
-// Ends: Sentinel::leave() tells mates and ranks of other nodes; its memory is given back when nobody can use it any more
-// (tryGiveBack()).
+// Ends: Sentinel::leave() tells mates and ranks of other nodes; its memory is given back when nobody can use it any
+// more (tryGiveBack()).
 // Errors: the first one breaks the group for good (Sentinel).
 #pragma once
 

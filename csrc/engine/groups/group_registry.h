@@ -101,8 +101,8 @@ class GroupRegistry {
   calls::Leftovers ofEndedGroups_ SMDDP_GUARDED_BY(ownership_);
   std::deque<EarlyMessage> early_ SMDDP_GUARDED_BY(ownership_);  // oldest first
   size_t earlyBytes_ SMDDP_GUARDED_BY(ownership_) = 0;           // their memory
-  // Groups that were freed, with what ranks are told that wait for this one, and those that had too many early messages,
-  // with nothing: no message to them is kept.
+  // Groups that were freed, with what ranks are told that wait for this one, and those that had too many early
+  // messages, with nothing: no message to them is kept.
   RecentMap<std::vector<std::byte>> closed_ SMDDP_GUARDED_BY(ownership_);
   bool checksIdleGroups_ SMDDP_GUARDED_BY(ownership_) = false;
   bool hasLeftAll_ SMDDP_GUARDED_BY(ownership_) = false;

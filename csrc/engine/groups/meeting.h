@@ -1,5 +1,5 @@
-// How the ranks of a group that is being made hear from one another: through a store (store_meeting.h), or in messages of
-// a group that all of them are in (split.h).
+// How the ranks of a group that is being made hear from one another: through a store (store_meeting.h), or in messages
+// of a group that all of them are in (split.h).
 //
 // Engine::createGroup() calls these functions on the thread that makes the group, which does not own the engine: first
 // exchange(), then complete(), or tell() in place of either.
@@ -19,9 +19,9 @@ class Meeting {
   virtual Members exchange(const bootstrap::Introduction& mine) = 0;
   // The group exists here. Returns when all ranks can work in it. Throws why they cannot.
   virtual void complete() = 0;
-  // This rank cannot be in the group, because of an error that did not come from exchange(), or came from complete(). The
-  // others throw the error, instead of waiting for this rank. Returns the one that this rank has to throw: if several
-  // ranks have an error, that may be another one's. Throws nothing.
+  // This rank cannot be in the group, because of an error that did not come from exchange(), or came from complete().
+  // The others throw the error, instead of waiting for this rank. Returns the one that this rank has to throw: if
+  // several ranks have an error, that may be another one's. Throws nothing.
   virtual Error tell(const Error& error) noexcept = 0;
 };
 

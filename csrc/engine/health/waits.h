@@ -1,5 +1,5 @@
-// What the operations of one group have waited for, and how long. Asks the awaited ranks, tells mates whom this rank blames,
-// and says in the log and on the status board what has waited for long.
+// What the operations of one group have waited for, and how long. Asks the awaited ranks, tells mates whom this rank
+// blames, and says in the log and on the status board what has waited for long.
 //
 // Used by the thread that owns the engine.
 #pragma once

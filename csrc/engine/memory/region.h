@@ -87,8 +87,8 @@ struct alignas(kCacheLine) RegionHeader {
   // The number of the last collective that this rank has called, and whom it blames while it waits (blame.h).
   alignas(kCacheLine) std::atomic<uint64_t> called{0};
   std::atomic<uint64_t> blame{0};
-  // That another group of this rank has failed (blame.h): the number of calls that it had made here, plus 1. Stored after
-  // the text, once.
+  // That another group of this rank has failed (blame.h): the number of calls that it had made here, plus 1. Stored
+  // after the text, once.
   std::atomic<uint64_t> trouble{0};
   char troubleText[400] = {};
   alignas(kCacheLine) std::array<BreakRecord, kMaxBreaks> breaks;

@@ -20,7 +20,8 @@ std::string prometheusText(const MetricsOrigin& origin, const Metrics::Totals& t
 // One line, with what was counted between two looks, `seconds` apart. Calls that did not happen are left out.
 std::string jsonLine(const MetricsOrigin& origin, double seconds, const Metrics::Totals& before,
                      const Metrics::Totals& now);
-// The duration, in seconds, that this part of the calls did not exceed, interpolated within its interval; 0 without calls.
+// The duration, in seconds, that this part of the calls did not exceed, interpolated within its interval; 0 without
+// calls.
 double quantile(const Metrics::CallTotals& calls, double part);
 
 }  // namespace smddp::engine::observe

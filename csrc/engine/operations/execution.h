@@ -1,7 +1,7 @@
 // A track, and the execution that runs on it, if one does: one operation, or several that were fused.
 //
-// Its operations come from Operations, whose table of transitions calls the functions here. Used by the thread that owns
-// the engine.
+// Its operations come from Operations, whose table of transitions calls the functions here. Used by the thread that
+// owns the engine.
 #pragma once
 
 #include <optional>
@@ -85,8 +85,8 @@ class Execution {
   void chooseAgain();
   void sendGrants();
 
-  // What a caller that waits does in place of a plan's steps (Operations::runOneShot). True if it has summed; false if the
-  // other ranks are late.
+  // What a caller that waits does in place of a plan's steps (Operations::runOneShot). True if it has summed; false if
+  // the other ranks are late.
   bool sumAtOnce(const plans::PlanCache::Entry& oneShot, const calls::Request& request,
                  const transport::CallFingerprint& call);
   // It cannot advance. For metrics.

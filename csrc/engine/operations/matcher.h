@@ -7,9 +7,9 @@
 //
 // The messages of the transfer that is next in that order are posted, so that a transport can write them where they
 // belong. A message travels only when its buffer is known, so nothing unexpected has to be stored, except buffered
-// messages: those are part of their announcement, which has no answer; they have at most kMaxBuffered bytes, and are kept
-// until a receive asks for them. So messages with different tags cannot block one another. Messages of one sender and one
-// tag match in the order sent. Runs on the thread that owns the engine. An exception is the end of the group.
+// messages: those are part of their announcement, which has no answer; they have at most kMaxBuffered bytes, and are
+// kept until a receive asks for them. So messages with different tags cannot block one another. Messages of one sender
+// and one tag match in the order sent. Runs on the thread that owns the engine. An exception is the end of the group.
 #pragma once
 
 #include <deque>

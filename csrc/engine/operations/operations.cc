@@ -41,8 +41,8 @@ struct Operations::Transition {
 static constexpr std::nullptr_t kAlways = nullptr;
 static constexpr std::nullptr_t kNothing = nullptr;
 
-// The life of an execution. At an event it takes the first transition from its phase whose condition holds: in each turn
-// of the engine, again and again until there is none; at a break, one.
+// The life of an execution. At an event it takes the first transition from its phase whose condition holds: in each
+// turn of the engine, again and again until there is none; at a break, one.
 //
 //   Idle        nothing runs on the track
 //   Taken       has its operations
@@ -53,12 +53,12 @@ static constexpr std::nullptr_t kNothing = nullptr;
 //   Running     runs the rest of the plan
 //   Done        the plan has run
 //
-// An action or a condition that throws breaks the group from the execution's first operation on (Sentinel::attempt): then
-// the execution is still where it was, and the next event is Break.
+// An action or a condition that throws breaks the group from the execution's first operation on (Sentinel::attempt):
+// then the execution is still where it was, and the next event is Break.
 //
-// One way is not in the table: a caller that waits for a small vector while nothing is in flight goes from Idle to Idle in
-// runOneShot(), or to Arrived if the other ranks are late. So for the shortest calls no Operation is made, and nothing is
-// looked up.
+// One way is not in the table: a caller that waits for a small vector while nothing is in flight goes from Idle to Idle
+// in runOneShot(), or to Arrived if the other ranks are late. So for the shortest calls no Operation is made, and
+// nothing is looked up.
 const Operations::Transition Operations::kTransitions[] = {
     // on, from, to, condition, action
     {Turn, Idle, Taken, &Operations::hasNext, &Operations::take},
@@ -78,8 +78,8 @@ const Operations::Transition Operations::kTransitions[] = {
     {Turn, Agreed, Running, kAlways, &Execution::chooseAgain},
     {Turn, Running, Done, &Execution::isDone, &Execution::sendGrants},
     {Turn, Running, Running, &Execution::advancesPlan, kNothing},
-    // If a mate has ended this operation with an error, it ends with that error here too, even if we have all data: with
-    // zero copy the mate may have overwritten its buffer while we read it.
+    // If a mate has ended this operation with an error, it ends with that error here too, even if we have all data:
+    // with zero copy the mate may have overwritten its buffer while we read it.
     {Turn, Done, Idle, &Operations::isEndedByMate, kNothing},
     {Turn, Done, Idle, kAlways, &Operations::finish},
 

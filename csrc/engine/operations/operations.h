@@ -2,13 +2,14 @@
 //
 // Operations begin in the order submitted. Execution n of the group, counted from 0, runs on track n % tracks, and
 // begins when that track is free, and when no execution in flight uses memory that it writes, or writes memory that it
-// uses. A barrier begins when all tracks are free. So when it ends, all earlier operations have ended on all ranks. When
-// the ranks of the node have arrived at an execution, they agree (Team) on what one rank may not decide alone: whether
-// tensors are read where they lie, and how many waiting requests are fused. kTransitions in operations.cc is the life of
-// an execution.
+// uses. A barrier begins when all tracks are free. So when it ends, all earlier operations have ended on all ranks.
+// When the ranks of the node have arrived at an execution, they agree (Team) on what one rank may not decide alone:
+// whether tensors are read where they lie, and how many waiting requests are fused. kTransitions in operations.cc is
+// the life of an execution.
 //
 // Ends an operation with its result. Errors go to the sentinel, which ends the operations that they concern
-// (endBroken()). What the constructor takes outlives this; `metrics` may be null. Used by the thread that owns the engine.
+// (endBroken()). What the constructor takes outlives this; `metrics` may be null. Used by the thread that owns the
+// engine.
 #pragma once
 
 #include <deque>

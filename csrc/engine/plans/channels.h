@@ -40,7 +40,8 @@ class Channels {
 
   // Sends a control message of the engine. Throws Resource if there is no descriptor for a connection.
   void control(Rank to, transport::Bytes message);
-  // The same for what a rank can do without: if there is none, nothing is sent. So it is safe where an error is handled.
+  // The same for what a rank can do without: if there is none, nothing is sent. So it is safe where an error is
+  // handled.
   void tell(Rank to, transport::Bytes message);
   // Whether control messages to this rank still wait for room.
   bool hasBacklog(Rank to) const { return peerOf(to).table->hasBacklog(); }

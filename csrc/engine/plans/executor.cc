@@ -278,10 +278,10 @@ void Executor::moveEncoded(const Step& step, int64_t trip) {
   }
 }
 
-// A sum of float16 may be beyond its largest number, 65504, although the average is not. Where partial sums go from step
-// to step as float16, the first step therefore divides by the power of two that is not less than the number of ranks,
-// and the last one by the rest. Example: 6 ranks with 40000 each: partial sums of 5000, 10000, …, 30000; 30000 / 0.75 is
-// 40000. A power of two changes no digits, unless the number becomes smaller than 2^-14.
+// A sum of float16 may be beyond its largest number, 65504, although the average is not. Where partial sums go from
+// step to step as float16, the first step therefore divides by the power of two that is not less than the number of
+// ranks, and the last one by the rest. Example: 6 ranks with 40000 each: partial sums of 5000, 10000, …, 30000;
+// 30000 / 0.75 is 40000. A power of two changes no digits, unless the number becomes smaller than 2^-14.
 Executor::Arithmetic Executor::arithmeticOf(const Step& step) const {
   ReduceOp op = binding_.op;
   reduction::Scale scale = binding_.scale;

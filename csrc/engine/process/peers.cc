@@ -134,9 +134,9 @@ void Peers::lose(Peer& peer, bool died, const std::string& cause) {
   peer.lostAt = clock_.now();
 }
 
-// A connection also ends when its peer leaves in order, so its end is no death. The lifeline tells the reason, but may be
-// seconds late: on a link that loses packets the kernel sends its bytes again, with growing pauses. If the lifeline tells
-// nothing within the host time-out, only this connection has failed. Then the peer counts as lost.
+// A connection also ends when its peer leaves in order, so its end is no death. The lifeline tells the reason, but may
+// be seconds late: on a link that loses packets the kernel sends its bytes again, with growing pauses. If the lifeline
+// tells nothing within the host time-out, only this connection has failed. Then the peer counts as lost.
 void Peers::checkDisconnected(Peer& peer) {
   ownership_.assertOwned();
   if (!peer.disconnected || peer.lost) return;

@@ -1,8 +1,8 @@
-// The other processes that this one has met, and what it knows of them: whether they share memory with it, and whether they
-// are gone.
+// The other processes that this one has met, and what it knows of them: whether they share memory with it, and whether
+// they are gone.
 //
-// Owns the lifelines to processes of other nodes, and keeps the memory of mates mapped. Used by the thread that owns the
-// engine.
+// Owns the lifelines to processes of other nodes, and keeps the memory of mates mapped. Used by the thread that owns
+// the engine.
 #pragma once
 
 #include <map>
@@ -96,7 +96,8 @@ class Peers {
   };
   std::optional<Unreached> unreachedAmong(
       const std::vector<bootstrap::Introduction>& introductions) const;
-  // Those of these processes to which there is no lifeline yet, and that are not known to be gone. check() works on that.
+  // Those of these processes to which there is no lifeline yet, and that are not known to be gone. check() works on
+  // that.
   std::vector<Rank> unconnectedAmong(
       const std::vector<bootstrap::Introduction>& introductions) const;
   // Of the processes that share memory with us.

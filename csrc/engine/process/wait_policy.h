@@ -28,9 +28,9 @@
 //
 // * The progress thread, while nothing is in flight that nobody waits for: sleeps. Whoever leaves work in flight wakes
 //   it, unless callers are predicted to come back for such work at once (wait_predictor.h): then it polls every
-//   kParkedPoll, and takes over what nobody has come back for. It wakes every kAnswerPeriod in any case. Where there are
-//   other nodes or groups with Engine::watchMembers() it then also checks health, because ranks of other nodes may wait for
-//   an answer from this one.
+//   kParkedPoll, and takes over what nobody has come back for. It wakes every kAnswerPeriod in any case. Where there
+//   are other nodes or groups with Engine::watchMembers() it then also checks health, because ranks of other nodes may
+//   wait for an answer from this one.
 //
 // * A caller, waiting in whichever way: lets go of the engine every kInterruptPeriod, and looks whether a signal has
 //   ended the wait (common/interrupt.h).

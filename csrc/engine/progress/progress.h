@@ -7,8 +7,8 @@
 //
 // Owns the inbox, the progress threads and the leftovers of operations (ended_operations.h). The thread that completed
 // the operation runs continuations, and frees memory, when it has let go of the engine; so continuations may submit and
-// wait. To free a tensor may mean to wait for Python's interpreter lock, and a callback of the user may wait for a future
-// of torch. That does not run the engine, so a progress thread first makes sure that another one is idle.
+// wait. To free a tensor may mean to wait for Python's interpreter lock, and a callback of the user may wait for a
+// future of torch. That does not run the engine, so a progress thread first makes sure that another one is idle.
 //
 // Threads: public functions from any thread, except where marked. Ends: stop() joins the progress threads; from then on
 // only call() and wakeWaiters() may be used.

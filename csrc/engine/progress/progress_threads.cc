@@ -71,8 +71,8 @@ void ProgressThreads::runBlocking(std::function<void()> action) {
   run(action);
 }
 
-// A caller that runs the engine never runs these: it might hold a lock, and wants to go on. One at a time, because it may
-// wait for what the next one does: that is for a thread that is idle.
+// A caller that runs the engine never runs these: it might hold a lock, and wants to go on. One at a time, because it
+// may wait for what the next one does: that is for a thread that is idle.
 void ProgressThreads::runBlockingActions() {
   while (hasBlocking_.load()) {
     std::function<void()> action;

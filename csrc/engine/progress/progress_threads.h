@@ -5,8 +5,8 @@
 // with several nodes it then also checks health.
 //
 // Threads: public functions from any thread. Ends with join(), which beginStop() comes before; in the child of a fork
-// with forget(). Errors: what actions throw is logged. Without its first thread start() throws Resource; if a later one cannot be started,
-// that is logged.
+// with forget(). Errors: what actions throw is logged. Without its first thread start() throws Resource; if a later one
+// cannot be started, that is logged.
 #pragma once
 
 #include <atomic>

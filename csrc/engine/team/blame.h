@@ -47,8 +47,8 @@ struct Blame {
   std::string describe() const;
 };
 
-// Another group of a rank has failed. If the rank makes no further call of this one, that is why: a job that ends because
-// of one rank ends in many groups, and ranks that have nothing to do with that rank hear of it through others.
+// Another group of a rank has failed. If the rank makes no further call of this one, that is why: a job that ends
+// because of one rank ends in many groups, and ranks that have nothing to do with that rank hear of it through others.
 struct Trouble {
   uint64_t calls = 0;  // of this group, that the rank had made before
   std::string text;    // what its user reads, without the consequences

@@ -47,8 +47,8 @@ struct Agreement {
 
 class Team {
  public:
-  // Finds the regions of the mates; `entries` by rank. Throws Mismatch when one does not fit. `process` and `membership`
-  // outlive the team.
+  // Finds the regions of the mates; `entries` by rank. Throws Mismatch when one does not fit. `process` and
+  // `membership` outlive the team.
   Team(process::Process& process, const Membership& membership, std::shared_ptr<OwnRegion> region,
        const std::vector<GroupEntry>& entries);
   Team(const Team&) = delete;

@@ -142,7 +142,8 @@ TEST(Selection, KnowsWhatCopiesFirst) {
   }
 }
 
-// engine::operations::Operations::runOneShot makes the two moves of such a plan itself, without looking at the other steps.
+// engine::operations::Operations::runOneShot makes the two moves of such a plan itself, without looking at the other
+// steps.
 TEST(Selection, KnowsWhatIsOneCopyAndOneSum) {
   for (int c = 0; c < kNumCollectives; ++c) {
     const auto collective = static_cast<Collective>(c);

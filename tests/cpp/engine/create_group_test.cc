@@ -38,8 +38,8 @@ class LateRank : public testing::TestWithParam<std::vector<int>> {
  protected:
   using Body = std::function<void(RankContext&, engine::groups::Group&)>;
 
-  // Rank 0 makes a group and runs `ahead`. When all that it has sent there has arrived, rank 1 makes the group, too, and
-  // both run `together`.
+  // Rank 0 makes a group and runs `ahead`. When all that it has sent there has arrived, rank 1 makes the group, too,
+  // and both run `together`.
   void run(const Body& ahead, const Body& together) {
     const bool isOneNode = GetParam().size() == 1;
     const std::vector<std::string> nodes{"id:node0", isOneNode ? "id:node0" : "id:node1"};

@@ -368,7 +368,8 @@ void Simulation::look(Seat& seat) {
   }
 }
 
-// Sums of float32 may be encoded: then each contribution is off by at most one step of its format, and so is the result.
+// Sums of float32 may be encoded: then each contribution is off by at most one step of its format, and so is the
+// result.
 // All ranks have the same bits.
 void Simulation::requireSums(const Seat& seat, size_t number) {
   const Call& call = (*seat.program)[number];

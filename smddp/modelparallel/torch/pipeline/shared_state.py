@@ -178,8 +178,8 @@ class SharedState:
         warnings.warn(
             f"code of a step changes what microbatches share ({_text(entry, name)}) and then waits "
             "for another rank: the microbatches of this step function run one after the other, as "
-            "in one process. They overlap if the forward method makes such an object anew in each "
-            "call",
+            "in one process. They overlap if the forward method keeps it in a local variable and "
+            "returns what its caller needs",
             stacklevel=2,
         )
 
@@ -192,8 +192,9 @@ class SharedState:
         warnings.warn(
             f"code of rank {self._rank} of the pipeline has changed {_text(entry, name)} in a "
             f"step. {who} on rank {self._owner(user)}, whose code can read that, does not see the "
-            "change, and its results may be others than in one process. Pass it as an argument of "
-            "the forward method, and return it",
+            "change, and its results may be others than in one process. Change it outside the "
+            "step, on all ranks; or pass it as an argument of the forward method, and return what "
+            "that changes",
             stacklevel=2,
         )
 
