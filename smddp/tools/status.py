@@ -5,8 +5,8 @@
 
 Each process that uses smddp has a status board in memory that others may read
 (csrc/engine/observe/status_board.h has the format). Ranks on other hosts are not seen: run the
-command there, too. Only processes of the same user can be read, and with root's rights all, also those in
-containers; the texts about their groups have the numbers that processes have in there.
+command there, too. Only processes of the same user can be read, and with root's rights all, also
+those in containers; the texts about their groups have the numbers that processes have in there.
 """
 
 from __future__ import annotations
