@@ -96,14 +96,6 @@ void bootstrapSeeds() {
     add(noted, bothThere);
     write("bootstrap_fuzz", fmt::format("note{}", writer), noted);
   }
-  // Rank 1 cannot take part.
-  Introduction troubled = introduction;
-  troubled.trouble = "no memory";
-  troubled.troubleKind = ErrorKind::Resource;
-  const Blob refusal = serialise(troubled);
-  Blob refused = agreed;
-  add(refused, values({refusal, refusal}));
-  write("bootstrap_fuzz", "refused", refused);
   // They agree, and tell whom they cannot reach. The same for rank 1, after an epoch that was superseded by the next.
   introduction.settings.clear();
   const Blob plain = serialise(introduction);
