@@ -1,8 +1,9 @@
 // The collective operations of one group: those that wait for their turn and those that run.
 //
-// Operations begin in the order submitted. Execution n of the group, counted from 0, runs on track n % tracks, and
-// begins when that track is free, and when no execution in flight uses memory that it writes, or writes memory that it
-// uses. A barrier begins when all tracks are free. So when it ends, all earlier operations have ended on all ranks.
+// Operations begin in the order submitted. Execution n of the group, counted from 0, runs on track n % tracks. It
+// begins when that track is free. It also waits until no execution in flight uses memory that it writes, or writes
+// memory that it uses. A barrier begins when all tracks are free. So when it ends, all earlier operations have ended on
+// all ranks.
 // When the ranks of the node have arrived at an execution, they agree (Team) on what one rank may not decide alone:
 // whether tensors are read where they lie, and how many waiting requests are fused. kTransitions in operations.cc is
 // the life of an execution.

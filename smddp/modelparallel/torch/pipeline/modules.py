@@ -383,15 +383,12 @@ class Modules:
         self.out_of_order.clear()
         self._called_last.clear()
 
-    def attributes_before(
-        self, number: int, method: str, caller: int
-    ) -> Mapping[int, CallAttributes]:
+    def attributes_before(self, number: int, method: str) -> Mapping[int, CallAttributes]:
         """Notes the attributes of modules that a call of another rank may set.
 
         Args:
             number: of the module that is called. The attributes may be of modules inside it.
             method: see `Call.method`.
-            caller: the rank; it knows what modules have set that live there.
         """
         looks = self._attributes is not None
         if not (looks or self.setters) or method.startswith(_READS) or method == DIFFERENTIATE:

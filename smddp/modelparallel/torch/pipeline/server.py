@@ -389,7 +389,7 @@ class Server:
             frame.name = name = modules.names[call.module]
             before = Arguments(f"module {name!r}", args, kwargs, arguments, graph.changeable[index])
             before.watch()
-            before.attributes = modules.attributes_before(call.module, call.method, caller)
+            before.attributes = modules.attributes_before(call.module, call.method)
             frame.recorder = recorder = Recorder(call.watched) if call.watched else None
             if call.method == DIFFERENTIATE:
                 result = self._differentiate(run, call, leaves, *args)

@@ -103,7 +103,7 @@ class SharedState:
             classes.setdefault(type(module), set()).add(number)
             self._add("", module, {number}, 0)
         for kind, numbers in classes.items():
-            self._add(f"{kind.__name__}", kind, numbers, 0)
+            self._add(kind.__name__, kind, numbers, 0)
         self._add(f"variables of {_name(body)}", body, {_BODY}, 0)
         for hook in _hooks(modules):
             self._add(f"variables of hook {_name(hook)}", hook, {_ANY}, 0)
