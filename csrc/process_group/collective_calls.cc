@@ -77,7 +77,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather(std::vector<std::vector<at::Te
     request.bytes = numBytes(block);
     requests.push_back(std::move(request));
   }
-  return submit(std::move(call), std::move(requests));
+  return submit(std::move(call), requests);
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::allgather_coalesced(
@@ -102,7 +102,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather_coalesced(
     for (const at::Tensor& block : blocks) requireWritable(kName, block);
     requests.push_back(gatherRequest(blocks, inputs[i], call.staging, options));
   }
-  return submit(std::move(call), std::move(requests));
+  return submit(std::move(call), requests);
 }
 
 Request ProcessGroup::gatherRequest(const char* name, const at::Tensor& output,
@@ -144,7 +144,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::allgather_into_tensor_coalesced(
   for (size_t i = 0; i < inputs.size(); ++i) {
     requests.push_back(gatherRequest(kName, outputs[i], inputs[i], call.staging, options));
   }
-  return submit(std::move(call), std::move(requests));
+  return submit(std::move(call), requests);
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& outputs,
@@ -186,7 +186,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter(std::vector<at::Tensor>& 
   // Comes last, because it writes to `output`, which may share memory with a block.
   requests[static_cast<size_t>(getRank())].output = {
       call.staging.placeCopied(own, output, Access::Read)};
-  return submit(std::move(call), std::move(requests));
+  return submit(std::move(call), requests);
 }
 
 Request ProcessGroup::scatterRequest(const char* name, const at::Tensor& output,
@@ -224,7 +224,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reduce_scatter_tensor_coalesced(
   for (size_t i = 0; i < inputs.size(); ++i) {
     requests.push_back(scatterRequest(kName, outputs[i], inputs[i], call.staging, options));
   }
-  return submit(std::move(call), std::move(requests));
+  return submit(std::move(call), requests);
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::barrier(const c10d::BarrierOptions& options) {

@@ -31,8 +31,9 @@ std::string nameOf(const Work::Call& call) {
 CommsRecord::CommsRecord(const Work::Call& call)
     : collective(nameOf(call)),
       sequence(static_cast<int64_t>(call.sequence), c10d::isP2POp(call.type)),
-      inputs(call.inputs) {
-  for (const auto& list : call.outputs) outputs.insert(outputs.end(), list.begin(), list.end());
+      inputs(call.memory->inputs) {
+  for (const auto& list : call.memory->outputs)
+    outputs.insert(outputs.end(), list.begin(), list.end());
   inputElements = elementsOf(inputs);
   outputElements = elementsOf(outputs);
   const auto& typed = inputs.empty() ? outputs : inputs;

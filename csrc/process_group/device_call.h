@@ -44,8 +44,8 @@ struct Blocks {
 };
 
 // Threads: place(), placeCopied() and placeBlocks() on the thread that makes the call, before it submits it; finish()
-// once, on the thread that sees the operation's end; after that any thread. Owns what it has staged. A device that
-// fails throws.
+// once, on the thread that sees the operation's end; after that any thread. What it stages belongs to the memory
+// of the call (call_memory.h). A device that fails throws.
 class DeviceCall {
  public:
   virtual ~DeviceCall() = default;
@@ -59,8 +59,6 @@ class DeviceCall {
       const Blocks& sent, const Blocks& received) = 0;
   // Whether one request may have blocks of several sizes.
   virtual bool takesSplits() const = 0;
-  // The tensors that must stay alive until the operation has ended.
-  virtual const std::vector<at::Tensor>& kept() const = 0;
 
   // After the operation: enqueues the copies into the tensors that were to be written, if it went well.
   virtual void finish(bool well) = 0;

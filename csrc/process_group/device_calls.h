@@ -7,7 +7,7 @@
 
 #include <memory>
 #include <optional>
-#include <vector>
+#include <span>
 
 #include "engine/engine.h"
 #include "engine/progress/deferred_calls.h"
@@ -26,12 +26,13 @@ class DeviceCalls {
   // Makes such an object for a group that split() makes of some of the ranks.
   virtual std::unique_ptr<DeviceCalls> forSplit() const = 0;
 
-  // Makes the object that stages the tensors of a call, of which `first` is one.
-  virtual std::shared_ptr<DeviceCall> begin(const CallKind& kind, const at::Tensor& first) = 0;
+  // Makes the object that stages the tensors of a call, of which `first` is one, into its memory.
+  virtual std::shared_ptr<DeviceCall> begin(const CallKind& kind, const at::Tensor& first,
+                                            const CallMemoryPtr& memory) = 0;
   // Carries out a call on the device, or hands it to the engine when the device has filled its buffers.
   virtual c10::intrusive_ptr<Work> submit(Work::Call call,
-                                          std::vector<engine::calls::Request> requests,
-                                          std::vector<engine::calls::Message> messages) = 0;
+                                          std::span<engine::calls::Request> requests,
+                                          std::span<engine::calls::Message> messages) = 0;
   // Blocks until the device has done what this thread's current stream has so far, and until the group's collectives on
   // the device have ended.
   virtual void synchronize() = 0;

@@ -58,7 +58,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::send(std::vector<at::Tensor>& tensors, i
   Work::Call call(c10d::OpType::SEND, "smddp:send", tensors, {tensors});
   call.staging.begin(*devices_, CallKind::send(destination));
   auto message = newMessage(true, destination, tag, {call.staging.toSend(tensor)});
-  return submit(std::move(call), {}, {std::move(message)});
+  return submit(std::move(call), std::move(message));
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::recv(std::vector<at::Tensor>& tensors, int source,
@@ -71,7 +71,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::recv(std::vector<at::Tensor>& tensors, i
   Work::Call call(c10d::OpType::RECV, "smddp:recv", tensors, {tensors});
   call.staging.begin(*devices_, CallKind::receive());
   auto message = newMessage(false, source, tag, {call.staging.toWrite(tensor)});
-  return submit(std::move(call), {}, {std::move(message)});
+  return submit(std::move(call), std::move(message));
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
@@ -82,7 +82,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::recvAnysource(std::vector<at::Tensor>& t
   Work::Call call(c10d::OpType::RECVANYSOURCE, "smddp:recvAnySource", tensors, {tensors});
   call.staging.begin(*devices_, CallKind::receive());
   auto message = newMessage(false, engine::calls::kAnySource, tag, {call.staging.toWrite(tensor)});
-  return submit(std::move(call), {}, {std::move(message)});
+  return submit(std::move(call), std::move(message));
 }
 
 engine::calls::Message ProcessGroup::newMessage(bool send, Rank rank, int32_t tag,
@@ -128,7 +128,7 @@ intrusive_ptr<Work> ProcessGroup::exchange(Work::Call call, engine::calls::Piece
       messages.push_back(newMessage(send, peer, tag, {piece}, options.timeout));
     }
   }
-  auto work = submit(std::move(call), {std::move(agreement)}, std::move(messages));
+  auto work = submit(std::move(call), {&agreement, 1}, messages);
   noteOpen(*work);
   return work;
 }

@@ -280,8 +280,8 @@ ProcessGroup::splitEngineGroup(const intrusive_ptr<c10d::Store>& store,
   const auto me = std::find(members.begin(), members.end(), getRank());
   if (me == members.end()) return {nullptr, timeout};
   const engine::groups::GroupSpec spec{options ? options->group_name : "",
-                                         static_cast<Rank>(me - members.begin()),
-                                         static_cast<int>(members.size()), parent->spec.options};
+                                       static_cast<Rank>(me - members.begin()),
+                                       static_cast<int>(members.size()), parent->spec.options};
   auto child = translated([&] {
     auto split = engine::splitGroup(*engine_, parent, spec, members, effectiveTimeout(timeout));
     engine::chooseWire(*engine_, split, effectiveTimeout(timeout));
@@ -309,15 +309,15 @@ void ProcessGroup::addResidual(Request& request, at::TensorList inputs) {
   request.residual = translated([&] { return residuals_.of(inputs); });
 }
 
-intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> requests,
-                                         std::vector<engine::calls::Message> messages) {
+intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::span<Request> requests,
+                                         std::span<engine::calls::Message> messages) {
   // Calls on a device begin when it has filled their buffers, and in one order.
   const bool isDeferred = call.staging.device() || devices_->busy();
   if (!requests.empty() && !call.order) call.order = isDeferred ? calls_->script() : order();
   if (!requests.empty() && call.sequence == 0) call.sequence = ++call.order->sequence;
   // Asks for a profiler first: torch's macro takes longer than a small call before it does.
   if (!at::hasCallbacks()) {
-    return submitUnrecorded(std::move(call), std::move(requests), std::move(messages));
+    return submitUnrecorded(std::move(call), requests, messages);
   }
   const CommsRecord record(call);
   const GlobalRanks ranks = GlobalRanks::of(globalRanks_);
@@ -326,63 +326,42 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::vector<Request> r
                           record.inputs, record.outputs, getRank(), record.collective.c_str(),
                           record.inputElements, record.outputElements, record.type, inputSplits,
                           outputSplits, ranks.first, ranks.stride, getSize());
-  return submitUnrecorded(std::move(call), std::move(requests), std::move(messages));
+  return submitUnrecorded(std::move(call), requests, messages);
 }
 
-intrusive_ptr<Work> ProcessGroup::submitUnrecorded(Work::Call call, std::vector<Request> requests,
-                                                   std::vector<engine::calls::Message> messages) {
+intrusive_ptr<Work> ProcessGroup::submitUnrecorded(Work::Call call, std::span<Request> requests,
+                                                   std::span<engine::calls::Message> messages) {
   // For messages too, this throws if the group has been destroyed.
   const auto target = call.order ? call.order->group : group();
   call.hooks = hooks_;
   if (call.staging.device() || devices_->busy()) {
-    auto work = devices_->submit(std::move(call), std::move(requests), std::move(messages));
+    auto work = devices_->submit(std::move(call), requests, messages);
     noteCoalesced(work);
     return work;
   }
   const bool willWait =
       messages.empty() && std::all_of(requests.begin(), requests.end(),
                                       [](const Request& request) { return request.willWait; });
-  // A caller that waits for a single request holds its tensors until the request has ended. In all other cases the
-  // caller may drop them earlier, so the operation holds them.
-  const bool operationsKeep = !willWait || requests.size() != 1 || !call.staging.kept().empty();
-  const std::shared_ptr<void> tensors = operationsKeep ? call.keepAlive() : nullptr;
+  // The Work takes the call.
+  const CallMemoryPtr memory = call.memory;
   auto work = c10::make_intrusive<Work>(getRank(), engine_, target, std::move(call));
-  std::vector<engine::calls::CompletionPtr> completions;
+  Work::Completions completions;
   completions.reserve(requests.size() + messages.size());
-  // After an error the network may still read the tensors, and mates may still write to them, but the caller, which
-  // gets the error now, may free them. So the group keeps them.
-  const auto keepTensors = [&] {
-    if (!operationsKeep) engine_->keep(*target, work->keepAlive());
-  };
-  const auto submitAll = [&] {
+  translated([&] {
     for (Request& request : requests) {
-      request.keepAlive = tensors;
+      request.keepAlive = memory;
       // Only the last one has a caller that waits. While it waits, it runs those before it, too.
       request.willWait = willWait && &request == &requests.back();
       completions.push_back(engine_->submit(*target, std::move(request)));
     }
     for (engine::calls::Message& message : messages) {
-      message.keepAlive = tensors;
+      message.keepAlive = memory;
       completions.push_back(engine_->submit(*target, std::move(message)));
     }
-  };
-  try {
-    translated(submitAll);
-  } catch (...) {
-    keepTensors();
-    throw;
-  }
-  if (!operationsKeep && completions.front()->error()) keepTensors();
+  });
   work->setOperations(std::move(completions));
   noteCoalesced(work);
   return work;
-}
-
-intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, Request request) {
-  // A list in braces would copy the request.
-  std::vector<Request> requests;
-  requests.push_back(std::move(request));
-  return submit(std::move(call), std::move(requests));
 }
 
 void ProcessGroup::startCoalescing() { coalescing()[this].clear(); }
@@ -390,14 +369,10 @@ void ProcessGroup::startCoalescing() { coalescing()[this].clear(); }
 intrusive_ptr<c10d::Work> ProcessGroup::endCoalescing() {
   auto calls = coalescing().extract(this);
   if (calls.empty()) throw std::invalid_argument("smddp: coalescing ends that was not started");
-  Work::Call call;
-  call.type = c10d::OpType::COALESCED;
-  call.title = "smddp:coalesced";
+  Work::Call call(c10d::OpType::COALESCED, "smddp:coalesced", {}, {});
   call.parts.assign(calls.mapped().begin(), calls.mapped().end());
-  std::vector<engine::calls::CompletionPtr> completions;
-  for (const auto& part : call.parts) {
-    completions.insert(completions.end(), part->completions().begin(), part->completions().end());
-  }
+  Work::Completions completions;
+  for (const auto& part : call.parts) completions.append(part->completions());
   const bool isOrdered = std::all_of(call.parts.begin(), call.parts.end(),
                                      [](const auto& part) { return part->order() != nullptr; });
   if (isOrdered && !call.parts.empty()) call.order = call.parts.front()->order();

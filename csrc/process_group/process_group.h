@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -177,14 +178,22 @@ class ProcessGroup : public c10d::Backend {
   // Adds what a call with error feedback needs; `inputs` are the tensors that the request reads.
   void addResidual(engine::calls::Request& request, at::TensorList inputs);
   // Records the call for torch.profiler if that is active, and submits it.
-  c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::calls::Request> requests,
-                                  std::vector<engine::calls::Message> messages = {});
+  c10::intrusive_ptr<Work> submit(Work::Call call, std::span<engine::calls::Request> requests,
+                                  std::span<engine::calls::Message> messages);
+  c10::intrusive_ptr<Work> submit(Work::Call call, std::span<engine::calls::Request> requests) {
+    return submit(std::move(call), requests, {});
+  }
+  c10::intrusive_ptr<Work> submit(Work::Call call, engine::calls::Request request) {
+    return submit(std::move(call), {&request, 1}, {});
+  }
+  c10::intrusive_ptr<Work> submit(Work::Call call, engine::calls::Message message) {
+    return submit(std::move(call), {}, {&message, 1});
+  }
   // Hands the operations of a call to the engine. If the call is on a device, or calls on a device wait, hands them to
   // devices() instead.
   c10::intrusive_ptr<Work> submitUnrecorded(Work::Call call,
-                                            std::vector<engine::calls::Request> requests,
-                                            std::vector<engine::calls::Message> messages);
-  c10::intrusive_ptr<Work> submit(Work::Call call, engine::calls::Request request);
+                                            std::span<engine::calls::Request> requests,
+                                            std::span<engine::calls::Message> messages);
   // The requests of all-gathers and reduce-scatters, which c10d has in several forms.
   engine::calls::Request gatherRequest(const char* name, const at::Tensor& output,
                                        const at::Tensor& input, Staging& staging,

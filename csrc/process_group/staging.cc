@@ -41,7 +41,7 @@ DeviceCall* Staging::deviceCallFor(const at::Tensor& tensor) {
                     " and ", device);
   if (!tensorDevice_) {
     tensorDevice_ = device;
-    if (!device.is_cpu()) device_ = devices_->begin(kind_, tensor);
+    if (!device.is_cpu()) device_ = devices_->begin(kind_, tensor, memory_);
   }
   return device_.get();
 }
@@ -68,7 +68,7 @@ engine::calls::Piece Staging::placeAt(const at::Tensor& tensor, Access access, b
     copy = at::empty(tensor.sizes(), tensor.options());
   }
   if (writes(access)) back_.emplace_back(tensor, copy);
-  return bytesOf(kept_.emplace_back(std::move(copy)));
+  return bytesOf(memory_->add(std::move(copy)));
 }
 
 engine::calls::Pieces Staging::place(at::TensorList tensors, Access access) {
@@ -95,7 +95,7 @@ engine::calls::Piece Staging::placeCopied(const at::Tensor& from, const at::Tens
   const bool isCopied = bytes.data() != into.const_data_ptr();
   // To torch, tensors of one element with different strides overlap partly. It refuses to copy them.
   if (areSame && !isCopied) return bytes;
-  const at::Tensor& target = isCopied ? kept_.back() : into;
+  const at::Tensor& target = isCopied ? memory_->staged.back() : into;
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
   target.view(-1).copy_(from.reshape(-1));
   return bytes;

@@ -5,7 +5,7 @@
 // may pass different layouts, and every rank sees the same elements. Tensors on a device are staged by its DeviceCall
 // (device_call.h).
 //
-// Owns the copies until it is dropped. Threads: filled before the call is submitted; finish() once, on the thread that
+// The copies belong to the memory of the call (call_memory.h). Threads: filled before the call is submitted; finish() once, on the thread that
 // sees the operation's end.
 #pragma once
 
@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "engine/calls/pieces.h"
+#include "process_group/call_memory.h"
 #include "process_group/device_call.h"
 #include "process_group/overlaps.h"
 
@@ -34,6 +35,8 @@ bool usableInPlace(const at::Tensor& tensor);
 
 class Staging {
  public:
+  Staging() = default;
+  explicit Staging(CallMemoryPtr memory) : memory_(std::move(memory)) {}
   // Before the first tensor: what the call is.
   void begin(DeviceCalls& devices, const CallKind& kind) {
     devices_ = &devices;
@@ -65,8 +68,6 @@ class Staging {
   bool copiesBack() const { return device_ || !back_.empty(); }
   // After the operation: copies into the tensors that were to be written, if it went well.
   void finish(bool well) const;
-  // The copies, which must live until the operation has ended.
-  const std::vector<at::Tensor>& kept() const { return device_ ? device_->kept() : kept_; }
 
  private:
   // `except`: see Overlaps::add().
@@ -79,12 +80,12 @@ class Staging {
   DeviceCall* deviceCallFor(const at::Tensor& tensor);
   DeviceCall* deviceCallFor(at::TensorList tensors);
 
+  CallMemoryPtr memory_;
   DeviceCalls* devices_ = nullptr;  // outlives the calls that are being described
   CallKind kind_;
   std::shared_ptr<DeviceCall> device_;
   std::optional<c10::Device> tensorDevice_;  // of all tensors so far
   Overlaps overlaps_;
-  std::vector<at::Tensor> kept_;
   std::vector<std::pair<at::Tensor, at::Tensor>> back_;  // into, from
 };
 

@@ -18,24 +18,16 @@ uint64_t nextCompletionKey() {
 
 }  // namespace
 
-std::shared_ptr<void> Work::Call::keepAlive() const {
-  auto tensors = std::make_shared<std::vector<at::Tensor>>(inputs);
-  for (const auto& list : outputs) tensors->insert(tensors->end(), list.begin(), list.end());
-  const auto& kept = staging.kept();
-  tensors->insert(tensors->end(), kept.begin(), kept.end());
-  return tensors;
-}
-
 Work::Work(int rank, std::shared_ptr<engine::Engine> engine,
            std::shared_ptr<engine::groups::Group> group, Call call)
-    : c10d::Work(rank, call.type, call.title, call.inputs),
+    : c10d::Work(rank, call.type, call.title, call.memory->inputs),
       engine_(std::move(engine)),
       group_(std::move(group)),
       completionKey_(nextCompletionKey()),
       call_(std::move(call)),
       start_(call_.hooks && !call_.hooks->completion.empty() ? MonotonicClock().now() : 0) {}
 
-void Work::setOperations(std::vector<engine::calls::CompletionPtr> completions) {
+void Work::setOperations(Completions completions) {
   completions_ = std::move(completions);
   // A profiler's range must end, and staged tensors must get their values, when the operation ends, not when somebody
   // asks.
@@ -144,8 +136,8 @@ int Work::sourceRank() const {
 std::vector<at::Tensor> Work::result() {
   TORCH_CHECK(hasEnded(), "Work needs to be completed before calling result()");
   settle();
-  TORCH_CHECK(call_.outputs.size() <= 1, "result() is for calls with one list of outputs");
-  return call_.outputs.empty() ? std::vector<at::Tensor>{} : call_.outputs.front();
+  TORCH_CHECK(call_.memory->outputs.size() <= 1, "result() is for calls with one list of outputs");
+  return call_.memory->outputs.empty() ? std::vector<at::Tensor>{} : call_.memory->outputs.front();
 }
 
 void Work::synchronize() {
@@ -185,12 +177,14 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-void Work::abort() { engine_->fail(*group_, Error(ErrorKind::Aborted, fmt::format("{} was aborted", call_.title))); }
+void Work::abort() {
+  engine_->fail(*group_, Error(ErrorKind::Aborted, fmt::format("{} was aborted", call_.title)));
+}
 
 at::IValue Work::futureValue() const {
-  if (call_.outputs.empty()) return at::IValue(std::vector<at::Tensor>());
-  if (call_.outputs.size() == 1) return at::IValue(call_.outputs.front());
-  return at::IValue(call_.outputs);
+  if (call_.memory->outputs.empty()) return at::IValue(std::vector<at::Tensor>());
+  if (call_.memory->outputs.size() == 1) return at::IValue(call_.memory->outputs.front());
+  return at::IValue(call_.memory->outputs);
 }
 
 void Work::finishFuture() {
@@ -221,7 +215,8 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
       std::vector<c10::Device> devices;
       if (const auto all = deviceCalls(); !all.empty()) devices = {all.front()->stream().device()};
       future_ = c10::make_intrusive<at::ivalue::Future>(
-          call_.outputs.size() <= 1 ? c10::TypePtr(list) : c10::ListType::create(list), devices);
+          call_.memory->outputs.size() <= 1 ? c10::TypePtr(list) : c10::ListType::create(list),
+          devices);
       isNew = true;
     }
   }

@@ -1,6 +1,7 @@
 // c10d::Work over the engine's Completion.
 #pragma once
 
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <atomic>
@@ -12,6 +13,7 @@
 
 #include "engine/calls/completion.h"
 #include "engine/engine.h"
+#include "process_group/call_memory.h"
 #include "process_group/call_order.h"
 #include "process_group/hooks.h"
 #include "process_group/staging.h"
@@ -25,26 +27,27 @@ namespace smddp::process_group {
 // are enqueued: wait() and synchronize() block the host until then, and make the current stream wait for the copies.
 // With a future, each stream that uses its value waits for the copies. The future's callbacks run on a progress thread,
 // after those of the calls before it (call_order.h), or in wait() of this object. When wait() returns, the future is
-// completed. Holds references to the tensors, the completions
+// completed. Holds the memory of the call (call_memory.h), the completions
 // and the engine, so it may outlive its process group. Dropping it does not end the operation. After an error, every
 // wait() throws the same one.
 class Work final : public c10d::Work {
  public:
+  // Most calls are one operation.
+  using Completions = c10::SmallVector<engine::calls::CompletionPtr, 1>;
   struct Call {
     Call() = default;
     Call(c10d::OpType type, const char* title, std::vector<at::Tensor> inputs,
          std::vector<std::vector<at::Tensor>> outputs)
-        : type(type), title(title), inputs(std::move(inputs)), outputs(std::move(outputs)) {}
-    // A reference to the tensors that the operation reads or writes after the call has returned.
-    std::shared_ptr<void> keepAlive() const;
+        : type(type),
+          title(title),
+          memory(std::make_shared<CallMemory>(std::move(inputs), std::move(outputs))),
+          staging(memory) {}
     c10d::OpType type = c10d::OpType::UNKNOWN;
     const char* title = "";  // of the profiler's range: "smddp:all_reduce"
     // Counted by the process group; 0: not numbered. The engine's numbers (Completion::sequence()) count collectives,
     // of which a call can have several.
     uint64_t sequence = 0;
-    std::vector<at::Tensor> inputs;
-    // result() and the future hold these: one list, or one per input.
-    std::vector<std::vector<at::Tensor>> outputs;
+    CallMemoryPtr memory;
     // The sizes of blocks of an all-to-all that has several, as the caller gave them; for the profiler.
     std::vector<int64_t> inputSplits, outputSplits;
     // The hooks of the group; null for calls that torch does not see.
@@ -59,7 +62,7 @@ class Work final : public c10d::Work {
   Work(int rank, std::shared_ptr<engine::Engine> engine,
        std::shared_ptr<engine::groups::Group> group, Call call);
   // Sets the operations of this call. Once, before anybody else sees the object.
-  void setOperations(std::vector<engine::calls::CompletionPtr> completions);
+  void setOperations(Completions completions);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -91,9 +94,7 @@ class Work final : public c10d::Work {
   // future's callbacks.
   void finishFuture();
   // The completions of the call's operations.
-  const std::vector<engine::calls::CompletionPtr>& completions() const { return completions_; }
-  // A reference to the tensors of the call.
-  std::shared_ptr<void> keepAlive() const { return call_.keepAlive(); }
+  const Completions& completions() const { return completions_; }
   // Called when only weak references are left, which must not keep the tensors alive.
   void release_resources() override { call_ = Call(); }
 
@@ -113,7 +114,7 @@ class Work final : public c10d::Work {
   const uint64_t completionKey_;
   Call call_;                // constant as long as anybody holds the object
   const Nanoseconds start_;  // 0: nobody wants to know how long it takes
-  std::vector<engine::calls::CompletionPtr> completions_;
+  Completions completions_;
   std::atomic<float> milliseconds_{-1};  // see getDuration()
   std::once_flag settled_;
   std::optional<Error> copyError_;  // written within settled_; read when copyFailed_

@@ -14,21 +14,22 @@ class WaitingOperations {
  public:
   WaitingOperations(std::shared_ptr<engine::Engine> engine,
                     std::shared_ptr<engine::groups::Group> group,
-                    std::vector<engine::calls::Request> requests,
-                    std::vector<engine::calls::Message> messages,
-                    const std::shared_ptr<void>& keepAlive)
+                    std::span<engine::calls::Request> requests,
+                    std::span<engine::calls::Message> messages, const CallMemoryPtr& memory)
       : engine_(std::move(engine)),
         group_(std::move(group)),
-        requests_(std::move(requests)),
-        messages_(std::move(messages)) {
-    for (auto& request : requests_) request.keepAlive = keepAlive;
-    for (auto& message : messages_) message.keepAlive = keepAlive;
+        requests_(std::make_move_iterator(requests.begin()),
+                  std::make_move_iterator(requests.end())),
+        messages_(std::make_move_iterator(messages.begin()),
+                  std::make_move_iterator(messages.end())) {
+    for (auto& request : requests_) request.keepAlive = memory;
+    for (auto& message : messages_) message.keepAlive = memory;
     for (size_t i = 0; i < requests_.size() + messages_.size(); ++i) {
       completions_.push_back(std::make_shared<engine::calls::Completion>());
     }
   }
 
-  const std::vector<engine::calls::CompletionPtr>& completions() const { return completions_; }
+  const Work::Completions& completions() const { return completions_; }
   Nanoseconds timeout() const {
     Nanoseconds longest = 0;
     for (const auto& request : requests_) longest = std::max(longest, request.timeout);
@@ -48,7 +49,8 @@ class WaitingOperations {
   void end(const Error& error, const std::string& title) {
     const Error told(error.kind(), fmt::format("{}: {}", title, error.what()));
     if (error.kind() != ErrorKind::Aborted) engine_->fail(*group_, told);
-    for (; begun_ < completions_.size(); ++begun_) engine_->progress().finish(*completions_[begun_], told);
+    for (; begun_ < completions_.size(); ++begun_)
+      engine_->progress().finish(*completions_[begun_], told);
   }
 
  private:
@@ -68,7 +70,7 @@ class WaitingOperations {
   const std::shared_ptr<engine::groups::Group> group_;
   std::vector<engine::calls::Request> requests_;
   std::vector<engine::calls::Message> messages_;
-  std::vector<engine::calls::CompletionPtr> completions_;
+  Work::Completions completions_;
   size_t begun_ = 0;
 };
 
@@ -144,11 +146,13 @@ void keepForGood(std::shared_ptr<void> memory) {
   kept->push_back(std::move(memory));
 }
 
-std::shared_ptr<DeviceCall> Calls::begin(const CallKind& kind, const at::Tensor& first) {
+std::shared_ptr<DeviceCall> Calls::begin(const CallKind& kind, const at::Tensor& first,
+                                         const CallMemoryPtr& memory) {
   if (route_ != nullptr && kind.collective && route_->serves(*kind.collective, first, kind.op)) {
-    return std::make_shared<DeviceStaging>(first.device());
+    return std::make_shared<DeviceStaging>(first.device(), memory);
   }
-  return std::make_shared<HostStaging>(first.device(), leavesNode(kind) ? sources_ : nullptr);
+  return std::make_shared<HostStaging>(first.device(), memory,
+                                       leavesNode(kind) ? sources_ : nullptr);
 }
 
 bool Calls::leavesNode(const CallKind& kind) const {
@@ -160,11 +164,11 @@ bool Calls::leavesNode(const CallKind& kind) const {
   return topology.numNodes() > 1 && topology.numNodes() == group_->spec.size;
 }
 
-intrusive_ptr<Work> Calls::submit(Work::Call call, std::vector<engine::calls::Request> requests,
-                                  std::vector<engine::calls::Message> messages) {
+intrusive_ptr<Work> Calls::submit(Work::Call call, std::span<engine::calls::Request> requests,
+                                  std::span<engine::calls::Message> messages) {
   const auto& device = call.staging.device();
   if (device == nullptr || !device->takesSplits()) {
-    return submitThroughHost(std::move(call), std::move(requests), std::move(messages));
+    return submitThroughHost(std::move(call), requests, messages);
   }
   SMDDP_CHECK(messages.empty(), "messages that stay on a GPU");
   return submitOnDevice(std::move(call), requests);
@@ -176,16 +180,16 @@ intrusive_ptr<Work> Calls::newWork(Work::Call call) const {
 
 // Also for a call on the CPU that has to queue behind others.
 intrusive_ptr<Work> Calls::submitThroughHost(Work::Call call,
-                                             std::vector<engine::calls::Request> requests,
-                                             std::vector<engine::calls::Message> messages) {
+                                             std::span<engine::calls::Request> requests,
+                                             std::span<engine::calls::Message> messages) {
   const auto copies = copiesOf(call);
   if (copies) copies->seal();
   const bool collective = !requests.empty();
   const bool willWait =
       messages.empty() && std::all_of(requests.begin(), requests.end(),
                                       [](const auto& request) { return request.willWait; });
-  auto operations = std::make_shared<WaitingOperations>(engine_, group_, std::move(requests),
-                                                        std::move(messages), call.keepAlive());
+  auto operations =
+      std::make_shared<WaitingOperations>(engine_, group_, requests, messages, call.memory);
   const auto deadline = Deadline::after(MonotonicClock(), operations->timeout());
   const std::string title = call.title;
   auto work = newWork(std::move(call));
@@ -213,17 +217,16 @@ void Calls::remember(const intrusive_ptr<Work>& work, const std::shared_ptr<Devi
 }
 
 intrusive_ptr<Work> Calls::submitOnDevice(Work::Call call,
-                                          const std::vector<engine::calls::Request>& requests) {
+                                          std::span<const engine::calls::Request> requests) {
   const auto copies = copiesOf(call);
   const bool willWait = std::all_of(requests.begin(), requests.end(),
                                     [](const auto& request) { return request.willWait; });
   std::vector<std::shared_ptr<Part>> parts;
-  std::vector<engine::calls::CompletionPtr> completions;
-  const auto keepAlive = call.keepAlive();
+  Work::Completions completions;
   translated([&] {
     for (const auto& request : requests) {
       completions.push_back(std::make_shared<engine::calls::Completion>());
-      parts.push_back(std::make_shared<Part>(route_->begin(request, copies, keepAlive), engine_,
+      parts.push_back(std::make_shared<Part>(route_->begin(request, copies, call.memory), engine_,
                                              completions.back(), call.title));
     }
   });

@@ -22,10 +22,10 @@ class Route {
   virtual ~Route() = default;
   virtual bool serves(collectives::Collective collective, const at::Tensor& tensor,
                       ReduceOp op) const = 0;
-  // Begins a call whose buffers are on the device, on the stream of `copies`. `keepAlive`: the tensors.
+  // Begins a call whose buffers are on the device, on the stream of `copies`.
   virtual std::shared_ptr<DeviceTurns> begin(const engine::calls::Request& request,
                                              const std::shared_ptr<DeviceCopies>& copies,
-                                             std::shared_ptr<void> keepAlive) = 0;
+                                             CallMemoryPtr memory) = 0;
 };
 
 class Calls final : public DeviceCalls {
@@ -38,19 +38,20 @@ class Calls final : public DeviceCalls {
   // From now on messages to other nodes leave from memory of the device, where that is possible. Before the first call.
   void sendFrom(DeviceSources& sources) { sources_ = &sources; }
 
-  std::shared_ptr<DeviceCall> begin(const CallKind& kind, const at::Tensor& first) override;
-  c10::intrusive_ptr<Work> submit(Work::Call call, std::vector<engine::calls::Request> requests,
-                                  std::vector<engine::calls::Message> messages) override;
+  std::shared_ptr<DeviceCall> begin(const CallKind& kind, const at::Tensor& first,
+                                    const CallMemoryPtr& memory) override;
+  c10::intrusive_ptr<Work> submit(Work::Call call, std::span<engine::calls::Request> requests,
+                                  std::span<engine::calls::Message> messages) override;
   void synchronize() override;
 
  private:
   // Whether a call meets only ranks of other nodes: what goes between ranks of a node is copied by the host.
   bool leavesNode(const CallKind& kind) const;
   c10::intrusive_ptr<Work> submitThroughHost(Work::Call call,
-                                             std::vector<engine::calls::Request> requests,
-                                             std::vector<engine::calls::Message> messages);
+                                             std::span<engine::calls::Request> requests,
+                                             std::span<engine::calls::Message> messages);
   c10::intrusive_ptr<Work> submitOnDevice(Work::Call call,
-                                          const std::vector<engine::calls::Request>& requests);
+                                          std::span<const engine::calls::Request> requests);
   c10::intrusive_ptr<Work> newWork(Work::Call call) const;
   // Makes synchronize() wait for a call.
   void remember(const c10::intrusive_ptr<Work>& work, const std::shared_ptr<DeviceCopies>& copies);

@@ -48,11 +48,12 @@ bool isCapturing(c10::Device device) {
   return device.is_cuda() ? cuda::isCapturing(stream.native_handle()) : saysItCaptures(stream);
 }
 
-DeviceCopies::DeviceCopies(c10::Device device)
+DeviceCopies::DeviceCopies(c10::Device device, CallMemoryPtr memory)
     : stream_(
           guardOf(notCapturing(device)).getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
       arrival_(c10::Event(device.type())),
-      end_(c10::Event(device.type())) {
+      end_(c10::Event(device.type())),
+      memory_(std::move(memory)) {
   c10::Event now(device.type());
   now.record(currentStream(device));
   now.block(stream_);
@@ -81,7 +82,7 @@ void DeviceCopies::fetch(const at::Tensor& from, const at::Tensor& into) {
   const at::Tensor plain = from.resolve_conj().resolve_neg().contiguous();
   into.view(-1).copy_(plain.view(-1), /*non_blocking=*/true);
   awaitsStream_ = true;
-  fetched_.push_back(plain);
+  if (!plain.is_same(from)) memory_->add(plain);
 }
 
 void DeviceCopies::seal() {
@@ -126,10 +127,16 @@ void DeviceCopies::mark() {
 }
 
 void DeviceCopies::letGo() {
-  if (!arrived_.load(std::memory_order_relaxed)) {
-    for (const at::Tensor& tensor : fetched_) use(tensor);
-  }
-  fetched_.clear();
+  const CallMemoryPtr memory = std::move(memory_);
+  if (!memory || !awaitsStream_ || arrived_.load(std::memory_order_relaxed)) return;
+  const auto useAll = [this](at::TensorList tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.device() == device()) use(tensor);
+    }
+  };
+  useAll(memory->inputs);
+  for (const auto& list : memory->outputs) useAll(list);
+  useAll(memory->staged);
 }
 
 void DeviceCopies::finish() {

@@ -10,9 +10,9 @@
 //   putBack()         anybody   pinned -> device, enqueued, when the operation has ended; then finish(), once
 //   makeStreamWait()  anybody   after finish(): the thread's current stream waits for the copies back
 //
-// Owns the stream's events, and until finish() references to the tensors that fetch() reads: if a call fails before
-// they are read, nobody else gets their memory before the stream has come so far. An error of the device is an
-// exception of torch.
+// Owns the stream's events, and holds the memory of the call (call_memory.h) until finish(). If a call fails before the
+// stream has read its tensors, nobody else gets their memory before it has. An error of the device is an exception of
+// torch.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -22,16 +22,16 @@
 
 #include <atomic>
 #include <optional>
-#include <vector>
 
 #include "common/clock.h"
+#include "process_group/call_memory.h"
 
 namespace smddp::process_group::device {
 
 class DeviceCopies {
  public:
   // Throws NotImplementedError while the current stream is captured.
-  explicit DeviceCopies(c10::Device device);
+  DeviceCopies(c10::Device device, CallMemoryPtr memory);
   ~DeviceCopies();
 
   c10::Device device() const { return stream_.device(); }
@@ -73,7 +73,7 @@ class DeviceCopies {
   std::optional<c10::Event> arrival_, end_;
   bool awaitsStream_ = false;
   mutable std::atomic<bool> arrived_{false};
-  std::vector<at::Tensor> fetched_;
+  CallMemoryPtr memory_;
   std::atomic<bool> finished_{false};
 };
 

@@ -93,10 +93,10 @@ class Turns final : public DeviceTurns,
                     cuda::Exchange {
  public:
   Turns(std::shared_ptr<GpuMemoryPath> path, const Request& request,
-        std::shared_ptr<DeviceCopies> copies, std::shared_ptr<void> keepAlive)
+        std::shared_ptr<DeviceCopies> copies, CallMemoryPtr memory)
       : path_(std::move(path)),
         copies_(std::move(copies)),
-        keepAlive_(std::move(keepAlive)),
+        memory_(std::move(memory)),
         deadline_(Deadline::after(clock_, request.timeout)),
         handle_(copies_->stream().native_handle()),
         all_(static_cast<size_t>(path_->gpu().size())),
@@ -127,7 +127,7 @@ class Turns final : public DeviceTurns,
   void giveUp(const Error& error) noexcept override {
     try {
       if (call_.isExposed()) {
-        keepForGood(keepAlive_);
+        keepForGood(memory_);
         keepForGood(path_);
       }
       // The others wait for this rank, so they are told, unless it leaves. The engine has told them its own errors.
@@ -199,7 +199,7 @@ class Turns final : public DeviceTurns,
 
   const std::shared_ptr<GpuMemoryPath> path_;
   const std::shared_ptr<DeviceCopies> copies_;
-  const std::shared_ptr<void> keepAlive_;
+  const CallMemoryPtr memory_;
   const MonotonicClock clock_;
   const Deadline deadline_;
   void* const handle_;
@@ -290,8 +290,8 @@ at::Tensor GpuMemoryPath::allocate(int64_t size, const at::TensorOptions& option
 
 std::shared_ptr<DeviceTurns> GpuMemoryPath::begin(const Request& request,
                                                   const std::shared_ptr<DeviceCopies>& copies,
-                                                  std::shared_ptr<void> keepAlive) {
-  return std::make_shared<Turns>(shared_from_this(), request, copies, std::move(keepAlive));
+                                                  CallMemoryPtr memory) {
+  return std::make_shared<Turns>(shared_from_this(), request, copies, std::move(memory));
 }
 
 }  // namespace smddp::process_group::device

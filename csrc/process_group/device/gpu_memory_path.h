@@ -27,10 +27,10 @@ class GpuMemoryPath : public std::enable_shared_from_this<GpuMemoryPath> {
   // an empty string, or why that is not possible, which is the same text on all ranks. Runs no continuations.
   std::string connect(Nanoseconds timeout);
 
-  // Carries out a call whose buffers are on the GPU, on the stream of `copies`. `keepAlive`: the tensors.
+  // Carries out a call whose buffers are on the GPU, on the stream of `copies`.
   std::shared_ptr<DeviceTurns> begin(const engine::calls::Request& request,
                                      const std::shared_ptr<DeviceCopies>& copies,
-                                     std::shared_ptr<void> keepAlive);
+                                     CallMemoryPtr memory);
 
   // A vector in memory that the other ranks can open. That of torch's allocator cannot always be opened.
   at::Tensor allocate(int64_t size, const at::TensorOptions& options);

@@ -319,9 +319,9 @@ bool GpuProcessGroup::serves(collectives::Collective collective, const at::Tenso
 
 std::shared_ptr<DeviceTurns> GpuProcessGroup::begin(const engine::calls::Request& request,
                                                     const std::shared_ptr<DeviceCopies>& copies,
-                                                    std::shared_ptr<void> keepAlive) {
-  if (rails_) return rails_->begin(request, copies, std::move(keepAlive));
-  return memory_->begin(request, copies, std::move(keepAlive));
+                                                    CallMemoryPtr memory) {
+  if (rails_) return rails_->begin(request, copies, std::move(memory));
+  return memory_->begin(request, copies, std::move(memory));
 }
 
 // The ranks share a GPU. They find out together whether they can share its memory.
@@ -427,8 +427,8 @@ void GpuProcessGroup::publish(c10::Device device) {
 
 void GpuProcessGroup::makeNccl() {
   if (made_) return;
-  const auto store =
-      c10::make_intrusive<c10d::PrefixStore>(fmt::format("smddp/nccl/{:x}", group()->membership.group), store_);
+  const auto store = c10::make_intrusive<c10d::PrefixStore>(
+      fmt::format("smddp/nccl/{:x}", group()->membership.group), store_);
   auto backend =
       support_.makeNccl(store, getRank(), getSize(),
                         std::chrono::duration_cast<std::chrono::milliseconds>(

@@ -122,7 +122,7 @@ class GpuProcessGroup final : public ProcessGroup, public Route {
               ReduceOp op) const override;
   std::shared_ptr<DeviceTurns> begin(const engine::calls::Request& request,
                                      const std::shared_ptr<DeviceCopies>& copies,
-                                     std::shared_ptr<void> keepAlive) override;
+                                     CallMemoryPtr memory) override;
 
   // NCCL if it serves a collective, or a message to one rank; else null.
   NcclGroup* ncclFor(const at::Tensor& tensor, std::chrono::milliseconds timeout, bool serves);

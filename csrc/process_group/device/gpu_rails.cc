@@ -58,11 +58,11 @@ void enqueueCopy(const at::Tensor& from, at::Tensor into) {
 class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from_this<Turns> {
  public:
   Turns(std::shared_ptr<GpuRails> rails, const engine::calls::Request& request,
-        std::shared_ptr<DeviceCopies> copies, std::shared_ptr<void> keepAlive)
+        std::shared_ptr<DeviceCopies> copies, CallMemoryPtr memory)
       : rails_(std::move(rails)),
         topology_(rails_->parent_->membership.topology),
         copies_(std::move(copies)),
-        keepAlive_(std::move(keepAlive)),
+        memory_(std::move(memory)),
         timeout_(std::chrono::duration_cast<std::chrono::milliseconds>(
             std::chrono::nanoseconds(request.timeout))),
         firstStream_(c10::impl::VirtualGuardImpl(rails_->device_.type())
@@ -310,7 +310,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
   const std::shared_ptr<GpuRails> rails_;
   const plan::Topology& topology_;
   const std::shared_ptr<DeviceCopies> copies_;
-  const std::shared_ptr<void> keepAlive_;
+  const CallMemoryPtr memory_;
   const std::chrono::milliseconds timeout_;
   const c10::Stream firstStream_;
   std::vector<Chunk> chunks_;
@@ -333,17 +333,17 @@ GpuRails::GpuRails(std::shared_ptr<engine::Engine> engine,
 
 std::shared_ptr<DeviceTurns> GpuRails::begin(const engine::calls::Request& request,
                                              const std::shared_ptr<DeviceCopies>& copies,
-                                             std::shared_ptr<void> keepAlive) {
+                                             CallMemoryPtr memory) {
   if (const auto error = failure()) throw *error;
   try {
-    return std::make_shared<Turns>(shared_from_this(), request, copies, keepAlive);
+    return std::make_shared<Turns>(shared_from_this(), request, copies, memory);
   } catch (const Error& error) {
     fail(error);
   } catch (const std::exception& error) {
     fail(errorOfRank(parent_->spec.me, error.what()));
   }
   // The stages that were enqueued before the error still use the tensors.
-  keepForGood(std::move(keepAlive));
+  keepForGood(std::move(memory));
   throw failure().value();
 }
 

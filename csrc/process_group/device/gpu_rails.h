@@ -32,9 +32,9 @@ namespace smddp::process_group::device {
 class GpuRails : public std::enable_shared_from_this<GpuRails> {
  public:
   struct Groups {
-    std::shared_ptr<NcclGroup> scatter, gather;  // of NCCL, among the node's ranks
-    c10::intrusive_ptr<ProcessGroup> rail;       // among rank k of every node
-    std::shared_ptr<engine::groups::Group> railGroup;    // the engine's group of the rail
+    std::shared_ptr<NcclGroup> scatter, gather;        // of NCCL, among the node's ranks
+    c10::intrusive_ptr<ProcessGroup> rail;             // among rank k of every node
+    std::shared_ptr<engine::groups::Group> railGroup;  // the engine's group of the rail
   };
   GpuRails(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::groups::Group> parent,
            c10::Device device, Groups groups);
@@ -43,7 +43,7 @@ class GpuRails : public std::enable_shared_from_this<GpuRails> {
   // Enqueues the first two stages of a call.
   std::shared_ptr<DeviceTurns> begin(const engine::calls::Request& request,
                                      const std::shared_ptr<DeviceCopies>& copies,
-                                     std::shared_ptr<void> keepAlive);
+                                     CallMemoryPtr memory);
   // Makes the first call of each group of NCCL, which connects it: on the thread that makes groups, since no other
   // thread may use the store meanwhile. All ranks call it together; blocks.
   void connect();

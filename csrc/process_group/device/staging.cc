@@ -38,7 +38,7 @@ void StagedCall::finish(bool well) {
 
 engine::calls::Piece HostStaging::place(const at::Tensor& tensor, Access access) {
   if (access == Access::Send && canSend(tensor)) return sendInPlace(tensor);
-  const at::Tensor copy = keep(DeviceCopies::pinnedLike(tensor));
+  const at::Tensor copy = memory_->add(DeviceCopies::pinnedLike(tensor));
   if (reads(access)) copies_->fetch(tensor, copy);
   if (writes(access)) back_.emplace_back(tensor, copy);
   return bytesOf(copy);
@@ -53,7 +53,7 @@ engine::calls::Pieces HostStaging::place(at::TensorList tensors, Access access) 
 engine::calls::Piece HostStaging::placeCopied(const at::Tensor& from, const at::Tensor& into,
                                               Access access) {
   if (access == Access::Send && canSend(from)) return giveOwn(into, from);
-  const at::Tensor copy = keep(DeviceCopies::pinnedLike(into));
+  const at::Tensor copy = memory_->add(DeviceCopies::pinnedLike(into));
   back_.emplace_back(into, copy);
   copies_->fetch(from, copy);
   return bytesOf(copy);
@@ -106,7 +106,7 @@ bool HostStaging::canSend(at::TensorList tensors) const {
 
 engine::calls::Piece HostStaging::sendInPlace(const at::Tensor& tensor) {
   copies_->awaitStream();
-  return {bytesOf(keep(tensor)), /*isOnDevice=*/true};
+  return {bytesOf(memory_->add(tensor)), /*isOnDevice=*/true};
 }
 
 engine::calls::Piece HostStaging::giveOwn(const at::Tensor& into, const at::Tensor& own) {
@@ -126,8 +126,9 @@ at::Tensor DeviceStaging::residentOf(const at::Tensor& tensor, Access access) {
   // On the call's stream, like all that is done with it.
   const c10::StreamGuard guard(copies_->stream());
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
-  const at::Tensor copy = keep(reads(access) ? tensor.resolve_conj().resolve_neg().contiguous()
-                                             : at::empty(tensor.sizes(), tensor.options()));
+  const at::Tensor copy =
+      memory_->add(reads(access) ? tensor.resolve_conj().resolve_neg().contiguous()
+                                 : at::empty(tensor.sizes(), tensor.options()));
   if (writes(access)) back_.emplace_back(tensor, copy);
   return copy;
 }
@@ -143,7 +144,7 @@ engine::calls::Pieces DeviceStaging::place(at::TensorList tensors, Access access
   const c10::StreamGuard guard(copies_->stream());
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
   const auto begins = beginsOf(tensors);
-  const at::Tensor all = keep(at::empty({begins.back()}, tensors.front().options()));
+  const at::Tensor all = memory_->add(at::empty({begins.back()}, tensors.front().options()));
   for (size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& tensor = tensors[i];
     const at::Tensor part = all.narrow(0, begins[i], tensor.numel()).view(tensor.sizes());

@@ -1,12 +1,13 @@
 // Stages the tensors of a call on a device (device_call.h): through memory of the host, or where they lie.
 //
-// Owns the call's stream and copies (copies.h), and references to what is read in place, until it is dropped.
+// Owns the call's stream and copies (copies.h). The tensors belong to the memory of the call (call_memory.h).
 #pragma once
 
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "process_group/call_memory.h"
 #include "process_group/device/copies.h"
 #include "process_group/device/sources.h"
 #include "process_group/device_call.h"
@@ -16,10 +17,10 @@ namespace smddp::process_group::device {
 // The part that both ways have in common.
 class StagedCall : public DeviceCall {
  public:
-  explicit StagedCall(c10::Device device) : copies_(std::make_shared<DeviceCopies>(device)) {}
+  StagedCall(c10::Device device, const CallMemoryPtr& memory)
+      : memory_(memory), copies_(std::make_shared<DeviceCopies>(device, memory)) {}
   const std::shared_ptr<DeviceCopies>& copies() const { return copies_; }
 
-  const std::vector<at::Tensor>& kept() const final { return kept_; }
   void finish(bool well) final;
   void abandon() final { copies_->abandon(); }
   bool ended() const final { return copies_->ended(); }
@@ -28,13 +29,9 @@ class StagedCall : public DeviceCall {
   void makeStreamWait(c10::Stream stream) const final { copies_->makeStreamWait(stream); }
 
  protected:
-  at::Tensor keep(at::Tensor tensor) { return kept_.emplace_back(std::move(tensor)); }
-
+  const CallMemoryPtr memory_;
   const std::shared_ptr<DeviceCopies> copies_;
   std::vector<std::pair<at::Tensor, at::Tensor>> back_;  // into, from
-
- private:
-  std::vector<at::Tensor> kept_;
 };
 
 // Copies to pinned memory of the host and back, without waiting for the device. What is only sent leaves from where it
@@ -42,7 +39,8 @@ class StagedCall : public DeviceCall {
 class HostStaging final : public StagedCall {
  public:
   // sources: of what the network reads; null: it reads nothing of this call.
-  HostStaging(c10::Device device, DeviceSources* sources) : StagedCall(device), sources_(sources) {}
+  HostStaging(c10::Device device, const CallMemoryPtr& memory, DeviceSources* sources)
+      : StagedCall(device, memory), sources_(sources) {}
 
   engine::calls::Piece place(const at::Tensor& tensor, Access access) override;
   engine::calls::Pieces place(at::TensorList tensors, Access access) override;
