@@ -47,6 +47,9 @@ void introductions(Script& script) {
   (void)decideLocality({mate, parsed}, {{}, {{{0, "why", isExhausted}}}}, 0);
   (void)decideLocality({mate, parsed}, {{}, {}}, 0);
   checkAgreement({mate, parsed});
+  checkAgreement(mate, parsed);
+  // Half of them expect a group of another size.
+  if (parsed.pid % 2 == 0) mine.groupSize = parsed.groupSize;
   checkAgreement({mine, parsed});
 }
 

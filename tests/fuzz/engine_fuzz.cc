@@ -229,7 +229,16 @@ void run(Script& script) {
         we.network->deliver([](auto& sink) { sink.onPeerFailed(0, "it is gone"); });
         (void)we.process->poll();
         break;
-      case 11: we.registry->leave(we.group); break;
+      case 11:
+        if (what >= 16) {
+          we.registry->reap();
+        } else {
+          we.registry->leave(we.group);
+        }
+        break;
+      case 12:
+        if (isHonest) mate.registry->leave(mate.group);
+        break;
       case 10: we.network->setFull(what >= 128); break;
       default: (void)we.registry->advance();
     }

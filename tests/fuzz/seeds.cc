@@ -51,6 +51,7 @@ void bootstrapSeeds() {
   using namespace bootstrap;
   Introduction introduction = introduceThisProcess(Settings(), ProcessId{std::byte{7}});
   introduction.host = "host";
+  introduction.pid = 1;
   introduction.settings = "SMDDP_CHUNK_BYTES=4096\nSMDDP_ALGORITHM=allreduce=ring\n";
   introduction.slab.resize(40);
   introduction.groupSize = 2;
@@ -106,6 +107,7 @@ void bootstrapSeeds() {
   introduction.nodeAgreement = 0;
   write("bootstrap_fuzz", "chosen", behind({0}, serialise(introduction)));
   introduction.processId = ProcessId{};
+  introduction.pid = 2;
   write("bootstrap_fuzz", "twin", behind({0}, serialise(introduction)));
   Blob rest = values({plain, plain});
   rest.push_back(std::byte{3});
@@ -169,7 +171,7 @@ void transportSeeds() {
   write("wire_fuzz", "whole_abort", makeAbort(1, 1, "3a reason"));
   // Puts of the messages 1 to 4: the channel grants as many again.
   Blob puts;
-  for (const int number : {1, 2, 3, 4}) add(puts, behind({240, 0, 0, 0, 0, 0, 0, 0, number}, {}));
+  for (const int number : {1, 2, 3, 4}) add(puts, behind({241, 0, 0, 0, 0, 0, 0, 0, number}, {}));
   write("wire_fuzz", "puts", puts);
   write("wire_fuzz", "grant", message(grant));
   write("wire_fuzz", "close", message(close));
@@ -351,16 +353,19 @@ void engineSeeds() {
   LeftMessage goodbye;
   goodbye.calls = 1;
   add(barrier, control(goodbye));
-  struct {
-    TroubleMessage message;
-    char text[4] = {'w', 'h', 'y', '.'};
-  } trouble;
-  trouble.message.header.tailBytes = sizeof trouble.text;
-  add(barrier, control(trouble));
-  add(barrier, control(inquiry));
-  inquiry.sequence = 0;
-  add(barrier, control(inquiry));
+  const Blob trouble = makeTrouble(0, {1, "why."});
+  add(barrier, behind({2, 1, static_cast<int>(trouble.size())}, trouble));
+  // It asks about messages, and about a call that this rank has not made.
+  for (const uint64_t sequence : {0, 2}) {
+    inquiry.sequence = sequence;
+    add(barrier, control(inquiry));
+  }
   add(barrier, behind({7, 0, 4}, {}));
+  // Its call is another one than this rank's.
+  Blob differs = barrier;
+  inquiry.sequence = 1;
+  add(differs, control(inquiry));
+  write("engine_fuzz", "differs", differs);
   Blob broken = barrier;
   add(broken, control(abort));
   add(broken, control(inquiry));
@@ -368,20 +373,33 @@ void engineSeeds() {
   Blob givenUp = behind({0, 1, 8, 15}, {});
   add(givenUp, control(abort));
   write("engine_fuzz", "given_up", givenUp);
-  // What comes after the group has been left.
+  // What comes after the group has been left, and when it is gone.
   Blob left = behind({0, 11}, {});
   add(left, control(answer));
   add(left, control(open));
   write("engine_fuzz", "left", left);
+  Blob gone = behind({0, 12, 11, 27}, {});
+  add(gone, control(inquiry));
+  write("engine_fuzz", "gone", gone);
   // Then its connection ends.
   add(barrier, behind({9, 7, 0, 4}, {}));
   write("engine_fuzz", "barrier", barrier);
-  // It blames a rank that the group does not have; its reason for a break ends too early.
-  answer.blame = Blame{5, Blame::Why::Silent, 0}.pack();
-  Blob nobody = behind({0, 1, 8, 15, 7, 0, 4}, {});
-  add(nobody, control(answer));
-  add(nobody, behind({7, 0, 4}, {}));
-  write("engine_fuzz", "nobody", nobody);
+  // It blames itself for each reason until the time is over; then a rank that the group does not have. Its reason for a
+  // break ends too early.
+  const auto blaming = [&](const std::string& name, const Blame& blame) {
+    answer.blame = blame.pack();
+    // After 0.9 s comes the answer, after 1.1 s the time-out.
+    Blob late = behind({0, 1, 8, 15, 7, 0, 4, 7, 0x40, 0x1F}, {});
+    add(late, control(answer));
+    add(late, behind({7, 0xD0, 7}, {}));
+    write("engine_fuzz", name, late);
+  };
+  using Why = Blame::Why;
+  for (const Why why :
+       {Why::Unknown, Why::NotCalled, Why::Stopped, Why::Silent, Why::Unreachable}) {
+    blaming("why" + std::to_string(static_cast<int>(why)), {2, why, 0});
+  }
+  blaming("nobody", {5, Why::Silent, 0});
   Blob cut = behind({0, 1, 15}, {});
   add(cut,
       behind({2, 1, sizeof(AbortMessage) + 3}, bytesOf(abort).first(sizeof(AbortMessage) + 3)));
@@ -423,6 +441,10 @@ void storeSeeds() {
   }
   write("store_fuzz", "session", behind({0, 0}, all));
   write("store_fuzz", "open_session", behind({0, 1}, all));
+  // An amount that is too short to be a number.
+  const Blob amount = serialise(Request{RequestKind::Add, {"sum"}, Blob(3)});
+  write("store_fuzz", "short_amount",
+        behind({0, 0, static_cast<int>(amount.size())}, std::span(amount)));
   write("store_fuzz", "too_long", behind({0, 0, 5, 255, 255, 255, 255, 0}, {}));
   bootstrap::BlobWriter values;
   appendValue(values, Blob(5));

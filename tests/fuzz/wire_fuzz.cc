@@ -1,6 +1,8 @@
 // Fuzzes everything that is parsed from a peer: the layouts, and a channel table that receives them as messages.
+#include <algorithm>
 #include <cstdlib>
 #include <exception>
+#include <vector>
 
 #include "common/error.h"
 #include "transport/channel_table.h"
@@ -9,6 +11,8 @@ namespace {
 
 using namespace smddp;
 using namespace smddp::transport;
+
+constexpr size_t kPosted = 8;  // bytes of a message that is received where it belongs
 
 // Delivers one buffer as control messages and immediate values. Accepts everything that is sent.
 class Input final : public Transport {
@@ -33,7 +37,10 @@ class Input final : public Transport {
     if (what < 240) {
       sink.onControl(0, rest.first(length));
     } else if (what < 248) {
-      sink.onPut(static_cast<uint32_t>(value));
+      const auto immediate = static_cast<uint32_t>(value);
+      // As TCP: the payload goes where it belongs, if that is known.
+      if (what % 2 != 0) std::ranges::fill(sink.placeFor(0, immediate, kPosted), std::byte{1});
+      sink.onPut(immediate);
     } else {
       sink.onPutDone(value);
     }
@@ -69,12 +76,17 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   ReceiveChannel& in = table.receive({1, 0, 0, 1, 0}, 0, memory, {}, kSlotBytes, kWindow);
   SendChannel& out = table.send({1, 0, 0, 0, 1}, 0);
   const std::vector<std::byte> payload(8);
+  std::vector<std::byte> place(kPosted);
+  uint64_t posted = 0;
   try {
     while (table.poll() != 0) {
+      posted = std::max(posted, in.arrived()) + 1;
+      in.post(posted, place);
       (void)out.put(out.sent() + 1, payload, {});
       in.release(in.arrived());
       if (out.flushed() > out.sent() || in.released() > in.arrived()) std::abort();
     }
+    in.withdrawPosts();
     table.closeGroup(1);
   } catch (const Error& e) {
     if (e.kind() == ErrorKind::Internal) std::abort();  // a peer must never break our invariants
