@@ -1,21 +1,20 @@
 // The memory of one call, and who owns it until when.
 //
-// Each call has one of these. Whoever may still touch the tensors holds it; they are freed when the last holder drops it.
+// Each call has one of these. Whoever may still touch the tensors holds it; the last holder that drops it frees them.
 //
-//   holder                       holds it
-//   Work                         until it is dropped. A Work of coalesced calls holds theirs
-//   operations of the engine     from submission until they have ended (Request::keepAlive). The engine drops it when
-//                                its owner has let go, on the thread that ended the operation
-//   the engine's group           after an operation has failed, until nobody can reach the memory of the group any more:
-//                                the network may read the tensors, and ranks of the node may write to them
-//   calls carried out on a       until their last part has ended (DeviceTurns)
-//   device
-//   copies of a device           until nothing more is enqueued for the call (DeviceCopies)
-//   the process (keepForGood)    for ever, where a device or another rank may touch the tensors after an error
+//   holder                     holds it
+//   Work                       until it is dropped. A Work of coalesced calls holds the Works of these
+//   operations of the engine   from submission until they have ended (Request::keepAlive). Dropped by the thread that
+//                              ended the operation, when it does not own the engine
+//   the engine's group         after an operation has failed, until nobody can reach the memory of the group: until
+//                              then the network may read the tensors, and ranks of the node may write to them
+//   DeviceTurns                until the call has ended on the device that carries it out
+//   DeviceCopies               until nothing more is enqueued for the call
+//   keepForGood()              until the process ends: after an error, what a device or another rank may still touch
 //
-// So a caller may drop its tensors, and the Work, as soon as a call has returned or thrown. What is no tensor of a caller
-// (a sum of several steps, the byte of a barrier, a message of the mailbox) the operations hold in the same way. Torch's
-// future, once it is completed, has references to the outputs of its own.
+// So a caller may drop its tensors and the Work as soon as the call has returned or thrown. Torch's future has
+// references of its own to the outputs, once it is completed. Operations whose buffers are no tensors of a caller hold
+// what these belong to in the same way: a sparse sum, the byte of a barrier, a message of the mailbox.
 //
 // Threads: filled by the thread that makes the call, before it submits it; constant after that. To free a tensor may
 // take Python's interpreter lock.

@@ -5,8 +5,8 @@
 // may pass different layouts, and every rank sees the same elements. Tensors on a device are staged by its DeviceCall
 // (device_call.h).
 //
-// The copies belong to the memory of the call (call_memory.h). Threads: filled before the call is submitted; finish() once, on the thread that
-// sees the operation's end.
+// The copies belong to the memory of the call (call_memory.h). Threads: filled before the call is submitted; finish()
+// once, on the thread that sees the operation's end.
 #pragma once
 
 #include <ATen/ATen.h>

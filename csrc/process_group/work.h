@@ -27,9 +27,8 @@ namespace smddp::process_group {
 // are enqueued: wait() and synchronize() block the host until then, and make the current stream wait for the copies.
 // With a future, each stream that uses its value waits for the copies. The future's callbacks run on a progress thread,
 // after those of the calls before it (call_order.h), or in wait() of this object. When wait() returns, the future is
-// completed. Holds the memory of the call (call_memory.h), the completions
-// and the engine, so it may outlive its process group. Dropping it does not end the operation. After an error, every
-// wait() throws the same one.
+// completed. Holds the memory of the call (call_memory.h), the completions and the engine, so it may outlive its
+// process group. Dropping it does not end the operation. After an error, every wait() throws the same one.
 class Work final : public c10d::Work {
  public:
   // Most calls are one operation.

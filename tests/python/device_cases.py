@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 Tensors = list[torch.Tensor]
@@ -658,19 +660,27 @@ def barrier_covers(name: str) -> None:
 
 
 def outlives_its_tensors(name: str) -> None:
-    """The memory of a tensor that is deleted is not reused while a call still uses it."""
+    """The memory of a tensor that is deleted is not reused while a call still uses it, but then."""
     with job(name) as device:
         device.slow_down()
         device.delay()
+        memory = []
         for number in range(20):
             tensor = torch.empty(100_000, device=device.device)
+            memory.append(StorageWeakRef(tensor.untyped_storage()))
             device.fill(tensor, number)
-            dist.all_reduce(tensor, async_op=True)
+            # Those of odd number are copied before the call, and back.
+            dist.all_reduce(tensor.view(200, 500).t() if number % 2 else tensor, async_op=True)
+            assert not memory[-1].expired()
             del tensor
             fresh = torch.empty(100_000, device=device.device)
             device.fill(fresh, -1)
             del fresh
         dist.barrier()
+        deadline = time.monotonic() + 20
+        while not all(one.expired() for one in memory):
+            assert time.monotonic() < deadline, f"kept: {[one.expired() for one in memory]}"
+            time.sleep(0.001)
 
 
 def futures(name: str) -> None:

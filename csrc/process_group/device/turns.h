@@ -25,8 +25,8 @@ class DeviceTurns {
   virtual void giveUp(const Error& error) noexcept = 0;
 };
 
-// Keeps memory, such as that of a call, until the process ends. After an error a device or other ranks may still read and write tensors,
-// workspaces and opened memory, so these must not be freed, closed, or used again.
+// Keeps memory, such as that of a call, until the process ends. After an error a device or other ranks may still read
+// and write tensors, workspaces and opened memory, so these must not be freed, closed, or used again.
 void keepForGood(std::shared_ptr<void> memory);
 
 }  // namespace smddp::process_group::device
