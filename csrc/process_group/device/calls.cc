@@ -74,35 +74,13 @@ class WaitingOperations {
   size_t begun_ = 0;
 };
 
-// One operation of a call that is carried out on the device, and the completion that waits for its end.
-class Part {
+// The completion of one operation of a call that is carried out on the device. The turns have it as their action at the
+// end, so it does not refer to them: else neither would be freed, nor the memory of the call.
+class PartEnd {
  public:
-  Part(std::shared_ptr<DeviceTurns> turns, std::shared_ptr<engine::Engine> engine,
-       engine::calls::CompletionPtr completion, std::string title)
-      : turns_(std::move(turns)),
-        engine_(std::move(engine)),
-        completion_(std::move(completion)),
-        title_(std::move(title)) {}
-
-  DeviceTurns& turns() { return *turns_; }
-
-  // Returns what went wrong.
-  std::optional<Error> advanceToEnd() {
-    try {
-      turns_->advanceToEnd();
-      end(std::nullopt);
-      return std::nullopt;
-    } catch (const Error& error) {
-      return error;
-    } catch (const std::exception& error) {
-      return Error(ErrorKind::Transport, error.what());
-    }
-  }
-
-  void fail(const Error& error) {
-    turns_->giveUp(error);
-    end(error);
-  }
+  PartEnd(std::shared_ptr<engine::Engine> engine, engine::calls::CompletionPtr completion,
+          std::string title)
+      : engine_(std::move(engine)), completion_(std::move(completion)), title_(std::move(title)) {}
 
   // Does nothing the second time: close() may end it, too.
   void end(const std::optional<Error>& error) {
@@ -114,11 +92,45 @@ class Part {
   }
 
  private:
-  const std::shared_ptr<DeviceTurns> turns_;
   const std::shared_ptr<engine::Engine> engine_;
   const engine::calls::CompletionPtr completion_;
   const std::string title_;
   std::atomic<bool> ended_{false};
+};
+
+// One operation of a call that is carried out on the device.
+class Part {
+ public:
+  Part(std::shared_ptr<DeviceTurns> turns, std::shared_ptr<PartEnd> end)
+      : turns_(std::move(turns)), end_(std::move(end)) {}
+
+  DeviceTurns& turns() { return *turns_; }
+  // From now on advance() carries it out.
+  void beginTurns() {
+    turns_->atEnd([end = end_](const std::optional<Error>& error) { end->end(error); });
+  }
+
+  // Returns what went wrong.
+  std::optional<Error> advanceToEnd() {
+    try {
+      turns_->advanceToEnd();
+      end_->end(std::nullopt);
+      return std::nullopt;
+    } catch (const Error& error) {
+      return error;
+    } catch (const std::exception& error) {
+      return Error(ErrorKind::Transport, error.what());
+    }
+  }
+
+  void fail(const Error& error) {
+    turns_->giveUp(error);
+    end_->end(error);
+  }
+
+ private:
+  const std::shared_ptr<DeviceTurns> turns_;
+  const std::shared_ptr<PartEnd> end_;
 };
 
 // Null for a call on the CPU.
@@ -226,8 +238,9 @@ intrusive_ptr<Work> Calls::submitOnDevice(Work::Call call,
   translated([&] {
     for (const auto& request : requests) {
       completions.push_back(std::make_shared<engine::calls::Completion>());
-      parts.push_back(std::make_shared<Part>(route_->begin(request, copies, call.memory), engine_,
-                                             completions.back(), call.title));
+      parts.push_back(std::make_shared<Part>(
+          route_->begin(request, copies, call.memory),
+          std::make_shared<PartEnd>(engine_, completions.back(), call.title)));
     }
   });
   auto work = newWork(std::move(call));
@@ -243,7 +256,7 @@ intrusive_ptr<Work> Calls::submitOnDevice(Work::Call call,
     return work;
   }
   for (const auto& part : parts) {
-    part->turns().atEnd([part](const std::optional<Error>& error) { part->end(error); });
+    part->beginTurns();
     // The turns have deadlines of their own, and their errors say more.
     deferred_.add({[part] { return part->turns().advance(); }, [] {},
                    [part](const Error& error) { part->fail(error); }, Deadline::never()});
