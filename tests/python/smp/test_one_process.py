@@ -370,7 +370,9 @@ def unseen(how: str) -> list[str]:
         warnings.simplefilter("always")
         for number in range(2):
             step(model, torch.randn(4, 4, generator=torch.Generator().manual_seed(number)))
-    return [str(one.message) for one in caught if "does not see the change" in str(one.message)]
+    found = [one for one in caught if "does not see the change" in str(one.message)]
+    assert all(one.filename == __file__ for one in found)
+    return [str(one.message) for one in found]
 
 
 WAYS = {
@@ -526,7 +528,9 @@ def says_other() -> list[str]:
         warnings.simplefilter("always")
         for _ in range(2):
             step(model, torch.ones(4, 4))
-    return [str(one.message) for one in caught if "attribute" in str(one.message)]
+    found = [one for one in caught if "attribute" in str(one.message)]
+    assert all(one.filename == __file__ for one in found)
+    return [str(one.message) for one in found]
 
 
 def test_an_attribute_that_its_caller_does_not_get_is_said_once() -> None:

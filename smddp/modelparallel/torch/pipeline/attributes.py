@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import collections
 import enum
-import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.torch.activations.object_values import Change, ObjectValues
 from smddp.modelparallel.torch.pipeline.lazy import Lazy
 
@@ -74,12 +74,11 @@ class Attributes:
             changed = sorted(
                 key for key in before.keys() | now.keys() if before.get(key) != now.get(key)
             )
-            warnings.warn(
+            warn_user(
                 f"code of rank {rank} of the pipeline has set {', '.join(map(repr, changed))} of "
                 f"module {name!r} in the step. The module runs on rank {owner}, which does not see "
                 "that, and its results may be others than in one process. Set attributes and "
-                "modules before the step, on all ranks, or in the module's own forward method",
-                stacklevel=2,
+                "modules before the step, on all ranks, or in the module's own forward method"
             )
             return
 

@@ -11,7 +11,6 @@ import collections
 import contextlib
 import functools
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.core.errors import SMPUsageError
+from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.core.order import SliceObserver
 from smddp.modelparallel.torch.activations.object_values import Change, Values, make_change
 from smddp.modelparallel.torch.activations.offload import Offloader
@@ -435,13 +435,12 @@ class Modules:
                 if (number, name) in self._lost:
                     continue
                 self._lost.add((number, name))
-                warnings.warn(
+                warn_user(
                     f"module {self.names[number]!r}, on rank {self._rank} of the pipeline, has set "
                     f"its attribute {name!r} in a call, to what holds a {kind.__qualname__}. Rank "
                     f"{caller}, which has called it, does not see that: only numbers, texts, "
                     "tensors, and lists, tuples, dicts and sets of these go there. If code there "
-                    "needs it, return it from forward",
-                    stacklevel=2,
+                    "needs it, return it from forward"
                 )
 
     def set_attributes(self, changes: Mapping[int, Change]) -> None:
@@ -500,13 +499,12 @@ class Modules:
         if id(parameter) in self._warned:
             return
         self._warned.add(id(parameter))
-        warnings.warn(
+        warn_user(
             f"a parameter of shape {tuple(parameter.shape)} that is not of the "
             "smp.DistributedModel gets a gradient in the step. smp does not handle it: the "
             "gradient is the sum over the microbatches, not the mean, is there only on the rank "
             "whose code has used the parameter, and is not averaged over replicas. Put the "
-            "parameter, such as that of a loss, into the model before smp.DistributedModel",
-            stacklevel=2,
+            "parameter, such as that of a loss, into the model before smp.DistributedModel"
         )
 
     def _note_call(self, number: int) -> None:

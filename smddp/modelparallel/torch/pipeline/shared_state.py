@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import contextvars
 import types
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.torch.common.buffers import version_of
 from smddp.modelparallel.torch.pipeline.references import (
     OF_TORCH,
@@ -175,12 +175,11 @@ class SharedState:
         if self.in_order:
             return
         self.in_order = True
-        warnings.warn(
+        warn_user(
             f"code of a step changes what microbatches share ({_text(entry, name)}) and then waits "
             "for another rank: the microbatches of this step function run one after the other, as "
             "in one process. They overlap if the forward method keeps it in a local variable and "
-            "returns what its caller needs",
-            stacklevel=2,
+            "returns what its caller needs"
         )
 
     def _say_unseen(self, entry: _Entry, name: str, elsewhere: Sequence[int]) -> None:
@@ -189,13 +188,12 @@ class SharedState:
         self._warned = True
         user = min(elsewhere)
         who = "The body" if user == _BODY else f"Module {self._names[user]!r}"
-        warnings.warn(
+        warn_user(
             f"code of rank {self._rank} of the pipeline has changed {_text(entry, name)} in a "
             f"step. {who} on rank {self._owner(user)}, whose code can read that, does not see the "
             "change, and its results may be others than in one process. Change it outside the "
             "step, on all ranks; or pass it as an argument of the forward method, and return what "
-            "that changes",
-            stacklevel=2,
+            "that changes"
         )
 
     def _add(self, what: str, value: Any, users: set[int], depth: int) -> None:
