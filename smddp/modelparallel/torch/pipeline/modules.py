@@ -185,10 +185,10 @@ class Modules:
         out_of_order: numbers of the modules here that have been called in this step after a later
             part of the program had called them: another microbatch, or another call graph. Only
             of modules with buffers, and keepers.
-        keepers: numbers of the modules here whose code changes attributes or other objects, as the
-            first step of a function has shown.
-        setters: numbers of the modules whose attributes calls of other ranks have set here, as the
-            first step of a function has shown; not only those that live here.
+        keepers: numbers of the modules here whose code changes attributes or other objects, as
+            watched steps have shown.
+        setters: numbers of the modules whose attributes calls of other ranks have set here, as
+            watched steps have shown; not only those that live here.
         buffers_read: (number, name) of the buffers here that other ranks have read in this step.
         surroundings: entered around tasks and modules; None for nothing.
         observer: is told which slices run, if there is an order group; None for nobody.
@@ -229,7 +229,7 @@ class Modules:
         self.setters: set[int] = set()
         self._inside: dict[int, list[int]] = {}
         # By number of the module: how often each attribute was set by a call, and those that are
-        # sent in any case. In the first step of a function, all that any call has set.
+        # sent in any case. In a watched step, all that any call has set.
         self._times_set: dict[int, collections.Counter[str]] = {}
         self._often: dict[int, set[str]] = {}
         self._in_place: dict[int, set[str]] = {}
@@ -272,7 +272,7 @@ class Modules:
         # microbatches of a step make the same calls, and pass every module in the same order.
         self._learned: dict[Any, Any] = {}
         self._attributes: Attributes | None = None
-        self.shared: SharedState | None = None  # in the first step of a function
+        self.shared: SharedState | None = None  # in a watched step
         # What the keepers and setters had in their attributes before the step.
         self._kept: dict[int, CallAttributes] = {}
         # The same of other objects that microbatches share, and those that the first step changed.

@@ -1,10 +1,10 @@
 """What code of several microbatches shares: attributes, lists and other objects, and variables.
 
 While code waits for another rank, code of the next microbatch runs. It must not find what code of
-this one has set. And code of one rank does not see what code of another one sets. So the first step
-of a function, whose microbatches run one after the other, is watched. If code changes the same
-thing in several microbatches before it waits, the later steps run like the first. If modules of
-another rank use it, too, a warning says that they do not see the change.
+this one has set. And code of one rank does not see what code of another one sets. So steps 1, 2, 4,
+8 and so on of a function, whose microbatches run one after the other, are watched. If code changes
+the same thing in several microbatches before it waits, all later steps run like these. If modules
+of another rank use it, too, a warning says that they do not see the change.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Entry:
 
 
 class SharedState:
-    """What outlives a microbatch and may change, in the first step of a function.
+    """What outlives a microbatch and may change, in a watched step of a function.
 
     Attributes:
         in_order: have microbatches to run one after the other?
