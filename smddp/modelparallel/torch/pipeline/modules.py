@@ -234,6 +234,7 @@ class Modules:
         self._often: dict[int, set[str]] = {}
         self._in_place: dict[int, set[str]] = {}
         self._lost: set[tuple[int, str]] = set()
+        self._said: set[str] = set()  # warnings that are given once
         self._looks = False
         self._warned: set[int] = set()  # ids of parameters outside the model
         # By number of a module here that has buffers: which task has called it last.
@@ -340,7 +341,7 @@ class Modules:
                 self._with_structure[key] = KnownCall(key[0], key[1], key[2], returns, key[5])
         self._learned.clear()
         if self._attributes is not None:
-            self._attributes.warn(self.names, self.owners, self._rank)
+            self._attributes.warn(self.names, self.owners, self._rank, self._said)
             # What was set once only, such as a table, is not sent each time.
             for number, times in self._times_set.items():
                 self._often[number] = {name for name in times if times[name] > 1}
@@ -369,7 +370,7 @@ class Modules:
         self.shared = None
         if looks and body is not None:
             self.shared = SharedState(
-                *(self.by_number, self.names, self._owner_of, self._rank, body)
+                *(self.by_number, self.names, self._owner_of, self._rank, body, self._said)
             )
         kept = range(len(self.by_number)) if looks else self.keepers | self.setters
         self._kept = {

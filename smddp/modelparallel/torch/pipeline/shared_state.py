@@ -81,6 +81,7 @@ class SharedState:
         owner_of: Callable[[int], int | None],
         rank: int,
         body: Callable[..., Any],
+        said: set[str],
     ) -> None:
         """Finds it, at the beginning of the step.
 
@@ -90,11 +91,13 @@ class SharedState:
             owner_of: returns the owner of a module, once the model is divided.
             rank: of this process in the pipeline.
             body: the function whose step this is.
+            said: the warnings of earlier steps, which are not given again; gets those of this one.
         """
         self.in_order = False
         self.changed: set[int] = set()
         self._owner_of, self._rank = owner_of, rank
         self._names = names
+        self._said = said
         self._warned = False
         self._microbatch = 0
         self._found: dict[Any, _Entry] = {}
@@ -188,13 +191,16 @@ class SharedState:
         self._warned = True
         user = min(elsewhere)
         who = "The body" if user == _BODY else f"Module {self._names[user]!r}"
-        warn_user(
+        text = (
             f"code of rank {self._rank} of the pipeline has changed {_text(entry, name)} in a "
             f"step. {who} on rank {self._owner(user)}, whose code can read that, does not see the "
             "change, and its results may be others than in one process. Change it outside the "
             "step, on all ranks; or pass it as an argument of the forward method, and return what "
             "that changes"
         )
+        if text not in self._said:
+            self._said.add(text)
+            warn_user(text)
 
     def _add(self, what: str, value: Any, users: set[int], depth: int) -> None:
         if depth > _DEEPEST or isinstance(value, (*_PLAIN, torch.Tensor, types.ModuleType)):
