@@ -6,11 +6,11 @@
 //
 //   rank 0   epoch = add("epoch", 1)             a new number
 //            close epoch - 1 and publish the number of its successor
-//            publish in/<epoch>/0, collect all in/<epoch>/*, set closed/<epoch> = complete
+//            publish <epoch>/in/0, collect all <epoch>/in/*, set <epoch>/closed = complete
 //   rank r   epoch = add("epoch", 0)             maybe the number of an old meeting
 //            already closed?  wait for its successor, start over
-//            publish in/<epoch>/r, wait for closed/<epoch>
-//            complete?        collect all in/<epoch>/*, done
+//            publish <epoch>/in/r, wait for <epoch>/closed
+//            complete?        collect all <epoch>/in/*, done
 //            superseded?      wait for its successor, start over
 //
 // A meeting is complete only after every rank has published in it, and no rank publishes in a closed one. So the values

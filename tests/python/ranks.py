@@ -320,6 +320,9 @@ def _fork(run: _Run) -> list[Outcome]:
     function = getattr(module, run.function)
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
     pids: dict[int, int] = {}
+    # Another thread could hold a lock, such as the loader's, that a rank would wait for in vain.
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"{run.function}: an imported module has started a thread"
     for rank in range(len(run.environments)):
         pid = os.fork()
         if pid == 0:

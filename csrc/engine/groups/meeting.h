@@ -15,7 +15,7 @@ class Meeting {
  public:
   virtual ~Meeting() = default;
   // Gives the others what they must know of this rank, and returns that of all. Throws why there will be no group; then
-  // the others know it, too.
+  // the others know it, too, unless it is a Timeout: their own time is over then.
   virtual Members exchange(const bootstrap::Introduction& mine) = 0;
   // The group exists here. Returns when all ranks can work in it. Throws why they cannot.
   virtual void complete() = 0;

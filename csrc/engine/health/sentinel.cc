@@ -235,9 +235,14 @@ void Sentinel::breakGroup(const calls::Break& broken, Origin origin) {
   // Here, and not where callers get their error: before they do, the process may be asked to end, as torchrun does with
   // all ranks when it sees that one has died.
   if (isFirst && !(hasLeft_ && cause.kind() == ErrorKind::Aborted)) {
-    process_.noteFailure(cause.what());
-    SMDDP_LOG(Error, "engine", "SMDDP{}: {}", toString(cause.kind()),
-              membership_.failed(fmt::format("group \"{}\"", membership_.name), cause).what());
+    const std::string text = fmt::format(
+        "SMDDP{}: {}", toString(cause.kind()),
+        membership_.failed(fmt::format("group \"{}\"", membership_.name), cause).what());
+    if (process_.noteFailure(cause.what())) {
+      SMDDP_LOG(Error, "engine", "{}", text);
+    } else {
+      SMDDP_LOG(Info, "engine", "{}", text);
+    }
   }
   team_.publishBreak(*forOthers_);
   // A rank that receives the break tells no other node: we do, and a rank that waits for us asks (onInquiry).

@@ -117,9 +117,11 @@ class Process {
   // Moves messages. Returns how many events there were.
   size_t poll();
   // A group has failed, or could not be made; the text is for users. The first failure counts until it is taken.
-  void noteFailure(const std::string& text) {
+  // False if the one before had the same text: a lost rank, or an abort, often ends several groups.
+  bool noteFailure(const std::string& text) {
     ownership_.assertOwned();
     if (failure_.empty()) failure_ = text;
+    return std::exchange(lastFailure_, text) != text;
   }
   std::string takeFailure() {
     ownership_.assertOwned();
@@ -155,6 +157,7 @@ class Process {
   uint64_t lastGroup_ SMDDP_GUARDED_BY(ownership_) =
       0;  // how many groups this process has numbered
   std::string failure_ SMDDP_GUARDED_BY(ownership_);
+  std::string lastFailure_ SMDDP_GUARDED_BY(ownership_);  // stays when failure_ is taken
   uint64_t nodeAgreement_ SMDDP_GUARDED_BY(ownership_) = 0;
   const NodeMemory memory_;
   observe::StatusBoard status_;

@@ -9,13 +9,12 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from smddp.modelparallel.core.config_keys import KEYS, OPTIONS, Key
 from smddp.modelparallel.core.errors import SMPConfigurationError, SMPError, SMPInitializationError
-from smddp.modelparallel.core.logs import log
+from smddp.modelparallel.core.logs import log, warn_user
 
 __all__ = [
     "ENVIRONMENT_VARIABLE",
@@ -117,9 +116,7 @@ def configure(
     given = {**(config or {}), **from_environment}
     known = {name: value for name, value in given.items() if name in _BY_NAME}
     for name in sorted(given.keys() - known.keys(), key=str) if warn else ():
-        warnings.warn(
-            f"smp ignores the unknown configuration key {name!r}{_advice(str(name))}", stacklevel=3
-        )
+        warn_user(f"smp ignores the unknown configuration key {name!r}{_advice(str(name))}")
     for name, value in known.items():
         _check_value(_BY_NAME[name], value, _place(name, from_environment))
     refuse(known)
@@ -314,7 +311,7 @@ def _say_what_is_missing(values: Mapping[str, Any]) -> None:
         value = values[key.name]
         asked = value in key.asking if key.asking else value != key.default
         if key.instead and asked:
-            warnings.warn(key.missing(f"{key.name}={value!r}"), stacklevel=4)
+            warn_user(key.missing(f"{key.name}={value!r}"))
 
 
 def _say_what_has_no_effect(values: Mapping[str, Any]) -> None:
@@ -323,8 +320,7 @@ def _say_what_has_no_effect(values: Mapping[str, Any]) -> None:
         return
     for key in KEYS:
         if key.name.startswith("sdp_") and values[key.name] != key.default:
-            warnings.warn(
+            warn_user(
                 f"smp: {key.name}={values[key.name]!r} has no effect: set "
-                "sharded_data_parallel_degree greater than 1",
-                stacklevel=4,
+                "sharded_data_parallel_degree greater than 1"
             )

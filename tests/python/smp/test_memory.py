@@ -122,7 +122,7 @@ def test_without_that_limit_they_are_all_kept() -> None:
     # The simple pipeline keeps all of them; this shows that the test above can fail.
     for *seen, left in check_ranks(kept_activations, "2", 2, "simple", MICROBATCHES):
         assert left == 0
-        assert seen[1:] == [MICROBATCHES, MICROBATCHES]
+        assert seen[2:] == [MICROBATCHES]  # the first two steps are watched: nothing overlaps
 
 
 def waiting_gradients() -> list[tuple[int, int]]:

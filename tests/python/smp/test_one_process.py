@@ -183,6 +183,48 @@ def test_a_list_that_hooks_of_all_microbatches_fill(how: str, places: tuple[int,
         torch.testing.assert_close(found, expected)
 
 
+class Counts(nn.Module):
+    """Counts its calls from some time on, and reads that after it has called another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.begun = False
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the shape of x."""
+        self.calls += self.begun
+        return self.inner(x).sum(1, keepdim=True).sign() * x * (1 + self.calls)  # type: ignore[no-any-return]
+
+
+def begun_late(pp: int) -> Any:
+    """Returns losses of a model whose code begins in step 4 to change what microbatches share."""
+    smp.init({"partitions": pp, "microbatches": 4, "active_microbatches": 3, **MANUAL})
+    torch.manual_seed(0)
+    module = Counts()
+    model = smp.DistributedModel(module)
+    smp.set_partition(module.inner, pp - 1)
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Any:
+        y = model(x)
+        y.sum().item()  # needs the value: other microbatches run meanwhile
+        return y.sum()
+
+    found = []
+    for number in range(7):
+        module.begun = number >= 3  # steps 1, 2, 4, 8 and so on are watched
+        found += step(model, torch.ones(16, 4)).outputs
+    return torch.stack(found)
+
+
+def test_code_that_begins_late_to_change_what_microbatches_share() -> None:
+    (expected,) = check_ranks(begun_late, "1", 1)
+    for found in check_ranks(begun_late, "2", 2):
+        torch.testing.assert_close(found, expected)
+
+
 class Says(nn.Module):
     """Says something about its input by attributes."""
 
@@ -370,7 +412,9 @@ def unseen(how: str) -> list[str]:
         warnings.simplefilter("always")
         for number in range(2):
             step(model, torch.randn(4, 4, generator=torch.Generator().manual_seed(number)))
-    return [str(one.message) for one in caught if "does not see the change" in str(one.message)]
+    found = [one for one in caught if "does not see the change" in str(one.message)]
+    assert all(one.filename == __file__ for one in found)
+    return [str(one.message) for one in found]
 
 
 WAYS = {
@@ -526,7 +570,9 @@ def says_other() -> list[str]:
         warnings.simplefilter("always")
         for _ in range(2):
             step(model, torch.ones(4, 4))
-    return [str(one.message) for one in caught if "attribute" in str(one.message)]
+    found = [one for one in caught if "attribute" in str(one.message)]
+    assert all(one.filename == __file__ for one in found)
+    return [str(one.message) for one in found]
 
 
 def test_an_attribute_that_its_caller_does_not_get_is_said_once() -> None:

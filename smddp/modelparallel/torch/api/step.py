@@ -66,11 +66,11 @@ def step(
 
     **What runs twice.** A step is run again, from the same gradients, buffers and random numbers,
     if a module returns another structure than before (a tensor in one step, a pair in the next), or
-    if a buffer that other ranks read changes or gets another shape for the first time; but not the
-    first step of a function. So is the first step of a sharded model if a microbatch calls
-    `model.backward` several times, and a step in which gradients are differentiated again for the
-    first time. Other state of modules, and arguments that the function changes in place, are not
-    put back.
+    if a buffer that other ranks read changes or gets another shape for the first time; but not
+    steps 1, 2, 4, 8 and so on of a function, whose microbatches do not overlap. So is the first
+    step of a sharded model if a microbatch calls `model.backward` several times, and a step in
+    which gradients are differentiated again for the first time. Other state of modules, and
+    arguments that the function changes in place, are not put back.
 
     **What lets microbatches wait.** If a list or another object that attributes of modules, hooks
     or a context variable refer to has changed when a call leaves a rank, or if other ranks read a

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.torch.delayed.life import is_delayed, with_values
 from smddp.modelparallel.torch.delayed.recorder import Recorder
 
@@ -101,9 +101,8 @@ def _load(*args: Any, **kwargs: Any) -> Any:
 
 def _at_once(cls: type, data: torch.Tensor) -> Any:
     if data.numel():  # not the parameters of lazy modules
-        warnings.warn(
+        warn_user(
             f"the initialization of a tensor of shape {tuple(data.shape)} is not delayed, because "
-            f"its class is {cls.__name__}, and not torch.nn.Parameter",
-            stacklevel=4,
+            f"its class is {cls.__name__}, and not torch.nn.Parameter"
         )
     return with_values(data)

@@ -83,15 +83,15 @@ class DistributedModel(ModelQueries):
 
     **Attributes.** What a call sets as attributes of its module, or of modules inside it, its
     caller finds there afterwards, with gradients, if it is a number, a text, a tensor, or a list,
-    tuple, dict or set of these; a warning names others. The first step of a function finds which
-    modules do so; later ones are not noticed. Other ranks than the caller do not see the
-    attributes. If code changes attributes of modules of its own rank, or other objects, in several
-    microbatches before it waits for another rank, microbatches run one after the other. A module
-    does not see attributes, or modules put in the place of others, that code of another rank sets
-    during a step, nor global variables, context variables or `torch.set_default_dtype`; in the
-    first step a warning names what was changed, and the module. Other methods than forward run
-    where they are called. So layers whose own backward methods are called in place of autograd, as
-    Reformer's are, have to be with their caller: use `smp.set_partition`.
+    tuple, dict or set of these; a warning names others. Steps 1, 2, 4, 8 and so on of a function
+    are watched to find which modules do so. Other ranks than the caller do not see the attributes.
+    If code changes attributes of modules of its own rank, or other objects, in several microbatches
+    before it waits for another rank, microbatches run one after the other. A module does not see
+    attributes, or modules put in the place of others, that code of another rank sets during a step,
+    nor global variables, context variables or `torch.set_default_dtype`; in a watched step a
+    warning names what was changed, and the module. Other methods than forward run where they are
+    called. So layers whose own backward methods are called in place of autograd, as Reformer's are,
+    have to be with their caller: use `smp.set_partition`.
 
     **Hooks.** Forward hooks run where the module lives, and once more on each rank whose code has
     called it or a module around it, after the call, in the order of the calls. One that is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import logging
@@ -167,7 +168,7 @@ class ModelRuntime:
         # step.
         self._order_matters: dict[str, bool] = {}
         self._step_name = ""
-        self._looked: set[str] = set()  # the names of step functions that have run
+        self._runs: collections.Counter[str] = collections.Counter()  # of each step function
         # Did it matter in this step, on this replica? None if that is not known.
         self._order_mattered: bool | None = None
         # How the gathers of sharded parameters in this step have ended: see `close`.
@@ -382,9 +383,10 @@ class ModelRuntime:
     ) -> Schedule:
         """Prepares for a step.
 
-        The microbatches run one after the other if their order may matter for the buffers that
-        ranks read of each other: in the first step of each step function, in its later steps if one
-        has shown that such a buffer changes, and when the step is run again.
+        The microbatches run one after the other if their order may matter for what they share, such
+        as the buffers that ranks read of each other: in steps 1, 2, 4, 8 and so on of each step
+        function, which are watched for that; in all later ones if one has shown it; and when the
+        step is run again.
 
         Args:
             name: of the step function.
@@ -404,7 +406,12 @@ class ModelRuntime:
         self._undecided = leads and not self.divided
         self._step_name, self._order_mattered = name, None
         several = self.executor.size > 1
-        in_order = several and (again or self._order_matters.get(name, True))
+        if not again:
+            self._runs[name] += 1
+        runs = self._runs[name]
+        # Code may begin late to change what microbatches share. To look costs the overlap.
+        watched = not again and runs & (runs - 1) == 0
+        in_order = several and (again or watched or self._order_matters.get(name, True))
         if several:
             self.placement.begin_step()
         modules = self.executor.modules
@@ -422,9 +429,7 @@ class ModelRuntime:
         modules.predicts_structures = not again
         modules.in_order = in_order
         alone = microbatches == 1 and self.data_parallel.size == 1 and not several
-        looks = not alone and name not in self._looked
-        modules.begin_step(looks, again, body if several else None)
-        self._looked.add(name)
+        modules.begin_step(watched and not alone, again, body if several else None)
         # A Redo restores these values. With one partition there is one only with sharded
         # parameters; there is none in a second attempt.
         if (several or self.sharding is not None) and not again:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smddp.modelparallel.core.errors import SMPUsageError
+from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.torch.common.lost import smp_errors
 from smddp.modelparallel.torch.job.state import state
 from smddp.modelparallel.torch.optimizer import watch
@@ -291,12 +291,11 @@ def _warn_of_copies(tensors: Sequence[torch.Tensor]) -> None:
     if whole or not shapes or [one.shape for one in tensors] != shapes:
         return
     model.runtime.warned_of_copies = True
-    warnings.warn(
+    warn_user(
         "torch.nn.utils.get_total_norm has got tensors that have the shapes of the gradients of "
         "the model's parameters on this rank, but are not these gradients: the norm is that of "
         "this rank alone. For the norm of the whole model, give it the gradients themselves, on "
-        "all ranks, and scale the norm",
-        stacklevel=4,
+        "all ranks, and scale the norm"
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 from smddp.modelparallel.core.errors import SMPInitializationError, SMPUsageError
+from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.torch.common.structure import tensors_in
 from smddp.modelparallel.torch.delayed.life import come_to_life, with_values
 from smddp.modelparallel.torch.job.meeting import gathered, gathered_over, together
@@ -103,10 +103,9 @@ class DistributedOptimizer(metaclass=_IsPatched):
             used = scaler if half else make_scaler(1.0, False, {})
             stand_ins = StandIns(optimizer, used, half)
         if not half and (dynamic_loss_scale or scaler.loss_scale != 1) and state.topology.rank == 0:
-            warnings.warn(
+            warn_user(
                 "smp.DistributedOptimizer scales losses only with fp16: True in the configuration; "
-                "with torch.autocast, use smp.amp.GradScaler",
-                stacklevel=2,
+                "with torch.autocast, use smp.amp.GradScaler"
             )
         helper = _State(optimizer, stand_ins)
         model = state.current_model()
@@ -415,13 +414,12 @@ class _State:
         optimizer: Any = self._optimizer()
         watched.forget(optimizer)
         if watched.found:
-            warnings.warn(
+            warn_user(
                 f"the step of {type(optimizer).__name__} combines values of several parameters "
                 f"({watched.found}). Each rank has only some parameters of the model, so it may "
                 "train differently from one process. Use an optimizer that steps each parameter by "
                 "itself; for a norm of all gradients, call smp.clip_grad_norm, or "
-                "torch.nn.utils.get_total_norm with the gradients, on all ranks",
-                stacklevel=2,
+                "torch.nn.utils.get_total_norm with the gradients, on all ranks"
             )
         return result
 

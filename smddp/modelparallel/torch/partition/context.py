@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 
 from torch import nn
 
 from smddp.modelparallel.core.errors import SMPPartitionError, SMPUsageError
+from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.torch.common.creation import PARTITION, each_new_module
 from smddp.modelparallel.torch.job.state import state
 
@@ -36,10 +36,9 @@ def partition(index: int) -> Iterator[None]:
             f"smp.partition({index!r}): there are {count} partitions, numbered from 0"
         )
     if state.cfg.auto_partition and count > 1:
-        warnings.warn(
+        warn_user(
             "smp.partition has no effect while auto_partition is on, as it is by default; it works "
-            "with auto_partition: False and a default_partition in the configuration",
-            stacklevel=3,
+            "with auto_partition: False and a default_partition in the configuration"
         )
     with each_new_module(lambda module: module.__dict__.__setitem__(PARTITION, index)):
         yield

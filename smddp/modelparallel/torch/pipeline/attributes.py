@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import collections
 import enum
-import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.torch.activations.object_values import Change, ObjectValues
 from smddp.modelparallel.torch.pipeline.lazy import Lazy
 
@@ -55,13 +55,16 @@ class Attributes:
         for name in change.removed:
             self._before[number].pop(name, None)
 
-    def warn(self, names: Sequence[str], owners: Sequence[int | None], rank: int) -> None:
+    def warn(
+        self, names: Sequence[str], owners: Sequence[int | None], rank: int, said: set[str]
+    ) -> None:
         """Warns of the first one that has another value now, and is of a module elsewhere.
 
         Args:
             names: of the modules.
             owners: of the modules.
             rank: of this process in the pipeline.
+            said: the warnings of earlier steps, which are not given again; gets this one.
         """
         for module, before, name, owner in zip(
             self._modules, self._before, names, owners, strict=True
@@ -74,13 +77,15 @@ class Attributes:
             changed = sorted(
                 key for key in before.keys() | now.keys() if before.get(key) != now.get(key)
             )
-            warnings.warn(
+            text = (
                 f"code of rank {rank} of the pipeline has set {', '.join(map(repr, changed))} of "
                 f"module {name!r} in the step. The module runs on rank {owner}, which does not see "
                 "that, and its results may be others than in one process. Set attributes and "
-                "modules before the step, on all ranks, or in the module's own forward method",
-                stacklevel=2,
+                "modules before the step, on all ranks, or in the module's own forward method"
             )
+            if text not in said:
+                said.add(text)
+                warn_user(text)
             return
 
 

@@ -11,7 +11,6 @@ import collections
 import contextlib
 import functools
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.core.errors import SMPUsageError
+from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.core.order import SliceObserver
 from smddp.modelparallel.torch.activations.object_values import Change, Values, make_change
 from smddp.modelparallel.torch.activations.offload import Offloader
@@ -185,10 +185,10 @@ class Modules:
         out_of_order: numbers of the modules here that have been called in this step after a later
             part of the program had called them: another microbatch, or another call graph. Only
             of modules with buffers, and keepers.
-        keepers: numbers of the modules here whose code changes attributes or other objects, as the
-            first step of a function has shown.
-        setters: numbers of the modules whose attributes calls of other ranks have set here, as the
-            first step of a function has shown; not only those that live here.
+        keepers: numbers of the modules here whose code changes attributes or other objects, as
+            watched steps have shown.
+        setters: numbers of the modules whose attributes calls of other ranks have set here, as
+            watched steps have shown; not only those that live here.
         buffers_read: (number, name) of the buffers here that other ranks have read in this step.
         surroundings: entered around tasks and modules; None for nothing.
         observer: is told which slices run, if there is an order group; None for nobody.
@@ -229,11 +229,12 @@ class Modules:
         self.setters: set[int] = set()
         self._inside: dict[int, list[int]] = {}
         # By number of the module: how often each attribute was set by a call, and those that are
-        # sent in any case. In the first step of a function, all that any call has set.
+        # sent in any case. In a watched step, all that any call has set.
         self._times_set: dict[int, collections.Counter[str]] = {}
         self._often: dict[int, set[str]] = {}
         self._in_place: dict[int, set[str]] = {}
         self._lost: set[tuple[int, str]] = set()
+        self._said: set[str] = set()  # warnings that are given once
         self._looks = False
         self._warned: set[int] = set()  # ids of parameters outside the model
         # By number of a module here that has buffers: which task has called it last.
@@ -272,7 +273,7 @@ class Modules:
         # microbatches of a step make the same calls, and pass every module in the same order.
         self._learned: dict[Any, Any] = {}
         self._attributes: Attributes | None = None
-        self.shared: SharedState | None = None  # in the first step of a function
+        self.shared: SharedState | None = None  # in a watched step
         # What the keepers and setters had in their attributes before the step.
         self._kept: dict[int, CallAttributes] = {}
         # The same of other objects that microbatches share, and those that the first step changed.
@@ -340,7 +341,7 @@ class Modules:
                 self._with_structure[key] = KnownCall(key[0], key[1], key[2], returns, key[5])
         self._learned.clear()
         if self._attributes is not None:
-            self._attributes.warn(self.names, self.owners, self._rank)
+            self._attributes.warn(self.names, self.owners, self._rank, self._said)
             # What was set once only, such as a table, is not sent each time.
             for number, times in self._times_set.items():
                 self._often[number] = {name for name in times if times[name] > 1}
@@ -369,7 +370,7 @@ class Modules:
         self.shared = None
         if looks and body is not None:
             self.shared = SharedState(
-                *(self.by_number, self.names, self._owner_of, self._rank, body)
+                *(self.by_number, self.names, self._owner_of, self._rank, body, self._said)
             )
         kept = range(len(self.by_number)) if looks else self.keepers | self.setters
         self._kept = {
@@ -435,13 +436,12 @@ class Modules:
                 if (number, name) in self._lost:
                     continue
                 self._lost.add((number, name))
-                warnings.warn(
+                warn_user(
                     f"module {self.names[number]!r}, on rank {self._rank} of the pipeline, has set "
                     f"its attribute {name!r} in a call, to what holds a {kind.__qualname__}. Rank "
                     f"{caller}, which has called it, does not see that: only numbers, texts, "
                     "tensors, and lists, tuples, dicts and sets of these go there. If code there "
-                    "needs it, return it from forward",
-                    stacklevel=2,
+                    "needs it, return it from forward"
                 )
 
     def set_attributes(self, changes: Mapping[int, Change]) -> None:
@@ -500,13 +500,12 @@ class Modules:
         if id(parameter) in self._warned:
             return
         self._warned.add(id(parameter))
-        warnings.warn(
+        warn_user(
             f"a parameter of shape {tuple(parameter.shape)} that is not of the "
             "smp.DistributedModel gets a gradient in the step. smp does not handle it: the "
             "gradient is the sum over the microbatches, not the mean, is there only on the rank "
             "whose code has used the parameter, and is not averaged over replicas. Put the "
-            "parameter, such as that of a loss, into the model before smp.DistributedModel",
-            stacklevel=2,
+            "parameter, such as that of a loss, into the model before smp.DistributedModel"
         )
 
     def _note_call(self, number: int) -> None:

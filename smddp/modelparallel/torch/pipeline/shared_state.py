@@ -1,10 +1,10 @@
 """What code of several microbatches shares: attributes, lists and other objects, and variables.
 
 While code waits for another rank, code of the next microbatch runs. It must not find what code of
-this one has set. And code of one rank does not see what code of another one sets. So the first step
-of a function, whose microbatches run one after the other, is watched. If code changes the same
-thing in several microbatches before it waits, the later steps run like the first. If modules of
-another rank use it, too, a warning says that they do not see the change.
+this one has set. And code of one rank does not see what code of another one sets. So steps 1, 2, 4,
+8 and so on of a function, whose microbatches run one after the other, are watched. If code changes
+the same thing in several microbatches before it waits, all later steps run like these. If modules
+of another rank use it, too, a warning says that they do not see the change.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import contextvars
 import types
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.torch.common.buffers import version_of
 from smddp.modelparallel.torch.pipeline.references import (
     OF_TORCH,
@@ -67,7 +67,7 @@ class _Entry:
 
 
 class SharedState:
-    """What outlives a microbatch and may change, in the first step of a function.
+    """What outlives a microbatch and may change, in a watched step of a function.
 
     Attributes:
         in_order: have microbatches to run one after the other?
@@ -81,6 +81,7 @@ class SharedState:
         owner_of: Callable[[int], int | None],
         rank: int,
         body: Callable[..., Any],
+        said: set[str],
     ) -> None:
         """Finds it, at the beginning of the step.
 
@@ -90,11 +91,13 @@ class SharedState:
             owner_of: returns the owner of a module, once the model is divided.
             rank: of this process in the pipeline.
             body: the function whose step this is.
+            said: the warnings of earlier steps, which are not given again; gets those of this one.
         """
         self.in_order = False
         self.changed: set[int] = set()
         self._owner_of, self._rank = owner_of, rank
         self._names = names
+        self._said = said
         self._warned = False
         self._microbatch = 0
         self._found: dict[Any, _Entry] = {}
@@ -175,12 +178,11 @@ class SharedState:
         if self.in_order:
             return
         self.in_order = True
-        warnings.warn(
+        warn_user(
             f"code of a step changes what microbatches share ({_text(entry, name)}) and then waits "
             "for another rank: the microbatches of this step function run one after the other, as "
             "in one process. They overlap if the forward method keeps it in a local variable and "
-            "returns what its caller needs",
-            stacklevel=2,
+            "returns what its caller needs"
         )
 
     def _say_unseen(self, entry: _Entry, name: str, elsewhere: Sequence[int]) -> None:
@@ -189,14 +191,16 @@ class SharedState:
         self._warned = True
         user = min(elsewhere)
         who = "The body" if user == _BODY else f"Module {self._names[user]!r}"
-        warnings.warn(
+        text = (
             f"code of rank {self._rank} of the pipeline has changed {_text(entry, name)} in a "
             f"step. {who} on rank {self._owner(user)}, whose code can read that, does not see the "
             "change, and its results may be others than in one process. Change it outside the "
             "step, on all ranks; or pass it as an argument of the forward method, and return what "
-            "that changes",
-            stacklevel=2,
+            "that changes"
         )
+        if text not in self._said:
+            self._said.add(text)
+            warn_user(text)
 
     def _add(self, what: str, value: Any, users: set[int], depth: int) -> None:
         if depth > _DEEPEST or isinstance(value, (*_PLAIN, torch.Tensor, types.ModuleType)):
