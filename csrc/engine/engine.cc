@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <thread>
 
-#include "common/config.h"
 #include "common/interrupt.h"
 #include "common/log.h"
 #include "engine/store_meeting.h"
@@ -45,7 +44,7 @@ void submitTo(groups::Group& group, calls::Message message, calls::CompletionPtr
 
 // Counts calls if the settings ask for it.
 process::Process::Options withMetrics(process::Process::Options options) {
-  if (auto metrics = observe::MetricsWriter::metricsFromSettings())
+  if (auto metrics = observe::MetricsWriter::metricsFor(options.settings))
     options.metrics = std::move(metrics);
   return options;
 }
@@ -53,13 +52,14 @@ process::Process::Options withMetrics(process::Process::Options options) {
 }  // namespace
 
 Engine::Engine(const Options& options)
-    : forkCount_(progress::countForks()),
+    : settings(options.process.settings),
+      forkCount_(progress::countForks()),
       process_(std::make_unique<process::Process>(withMetrics(options.process), ownership_)),
       tensorMemory_(process_->memory().tensors),
       groups_(ownership_, *process_),
       progress_(ownership_, *process_, groups_, options.progressThread) {
   forkHold_.emplace(ownership_, progress_, *process_);
-  if (!settings().metrics.empty()) metricsWriter_.emplace(process_->metrics());
+  if (!settings.metrics.empty()) metricsWriter_.emplace(process_->metrics(), settings);
 }
 
 Engine::~Engine() { shutdown(); }
@@ -133,7 +133,11 @@ groups::Place Engine::reserve(const groups::GroupSpec& spec) {
   progress_.call([&] {
     if (groups_.hasLeftAll()) raise(ErrorKind::Usage, "smddp has been shut down");
     groups_.reap();
-    place.emplace(*process_, spec);
+    if (!tuning_) {
+      tuning_ = std::make_shared<const collectives::Tuning>(
+          collectives::Tuning::read(settings.tuningFile));
+    }
+    place.emplace(*process_, tuning_, spec);
   });
   return *std::move(place);
 }

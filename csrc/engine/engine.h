@@ -41,6 +41,8 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
+  const Settings settings;  // [any thread]
+
   // Where this process has met the members of a new group before: `parent` has all of them, and `ranks` are their
   // numbers there, in the order of the new group.
   struct KnownMembers {
@@ -136,6 +138,7 @@ class Engine {
   std::atomic<bool> isShuttingDown_{false};
   std::atomic<bool> isShutDown_{false};  // process_ is null
   std::unique_ptr<process::Process> process_;
+  std::shared_ptr<const collectives::Tuning> tuning_;  // null until the first group is made
   const std::weak_ptr<transport::shm::CommMemory> tensorMemory_;
   groups::GroupRegistry groups_;
   progress::Progress progress_;

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "collectives/tuning.h"
 #include "engine/calls/ended_operations.h"
 #include "engine/health/sentinel.h"
 #include "engine/observe/metrics.h"
@@ -49,9 +50,11 @@ struct GroupSpec {
 // What this rank brings to a group that is being made: what it has decided, and the memory that it shares.
 struct Place {
   // Refuses wrong settings, and not only in the first collective. Throws Usage, Resource.
-  Place(process::Process& process, GroupSpec spec);
+  Place(process::Process& process, std::shared_ptr<const collectives::Tuning> tuning,
+        GroupSpec spec);
 
   GroupSpec spec;
+  std::shared_ptr<const collectives::Tuning> tuning;  // the rows of SMDDP_TUNING_FILE
   WireOption wire;
   plan::Limits limits;
   std::shared_ptr<team::OwnRegion> region;

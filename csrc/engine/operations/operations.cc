@@ -93,7 +93,7 @@ Operations::Operations(process::Process& process, const team::Membership& member
                        team::Team& team, plans::Channels& channels, plans::PlanCache& plans,
                        team::CallHistory& calls, health::Sentinel& sentinel,
                        calls::EndedOperations& ended, observe::Metrics::Group* metrics,
-                       int64_t numTracks)
+                       int64_t numTracks, int64_t fusionBytes)
     : process_(process),
       membership_(membership),
       team_(team),
@@ -101,7 +101,8 @@ Operations::Operations(process::Process& process, const team::Membership& member
       calls_(calls),
       sentinel_(sentinel),
       ended_(ended),
-      metrics_(metrics) {
+      metrics_(metrics),
+      fusionBytes_(fusionBytes) {
   for (int64_t index = 0; index < numTracks; ++index) {
     tracks_.push_back(std::make_unique<Execution>(process_, membership_, team_, channels, plans_,
                                                   metrics_ != nullptr, index));
@@ -190,8 +191,7 @@ void Operations::takeFusable(std::vector<Operation>& taken) {
     if (conflicts(taken, pending_.front())) break;
     bytes += next.bytes;
     if (next.collective != first.collective || next.type != first.type || next.op != first.op ||
-        next.factor != first.factor || bytes > settings().fusionBytes ||
-        !canFuse(first.bytes, bytes)) {
+        next.factor != first.factor || bytes > fusionBytes_ || !canFuse(first.bytes, bytes)) {
       break;
     }
     taken.push_back(std::move(pending_.front()));

@@ -9,8 +9,8 @@
 // the life of an execution.
 //
 // Ends an operation with its result. Errors go to the sentinel, which ends the operations that they concern
-// (endBroken()). What the constructor takes outlives this; `metrics` may be null. Used by the thread that owns the
-// engine.
+// (endBroken()). What the constructor takes outlives this; `metrics` may be null. Fused allreduces have at most
+// `fusionBytes` together. Used by the thread that owns the engine.
 #pragma once
 
 #include <deque>
@@ -39,7 +39,7 @@ class Operations final : public calls::Watched {
   Operations(process::Process& process, const team::Membership& membership, team::Team& team,
              plans::Channels& channels, plans::PlanCache& plans, team::CallHistory& calls,
              health::Sentinel& sentinel, calls::EndedOperations& ended,
-             observe::Metrics::Group* metrics, int64_t numTracks);
+             observe::Metrics::Group* metrics, int64_t numTracks, int64_t fusionBytes);
 
   // Queues an operation. It begins in advance().
   void submit(calls::Request request, calls::CompletionPtr completion);
@@ -103,6 +103,7 @@ class Operations final : public calls::Watched {
   health::Sentinel& sentinel_;
   calls::EndedOperations& ended_;
   observe::Metrics::Group* const metrics_;  // null: nothing is counted
+  const int64_t fusionBytes_;
   std::vector<std::unique_ptr<Execution>> tracks_;
   std::deque<Operation> pending_;
   uint64_t started_ = 0;  // executions

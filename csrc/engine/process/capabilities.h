@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "common/config.h"
 #include "common/types.h"
 
 namespace smddp::engine::process {
@@ -17,6 +18,6 @@ struct Capabilities {
 Capabilities capabilities();
 
 // The address of this machine to which processes of other nodes connect; see bootstrap/local_address.h.
-std::string addressForPeers();
+std::string addressForPeers(const Settings& settings);
 
 }  // namespace smddp::engine::process

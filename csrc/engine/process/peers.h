@@ -58,8 +58,10 @@ struct Peer {
 
 class Peers {
  public:
-  // What is passed outlives this.
-  Peers(const Ownership& ownership, const Clock& clock) : ownership_(ownership), clock_(clock) {}
+  // `ownership` and `clock` outlive this. `hostTimeout`: how long a peer may be disconnected before it counts as lost,
+  // while its lifeline says nothing.
+  Peers(const Ownership& ownership, const Clock& clock, Nanoseconds hostTimeout)
+      : ownership_(ownership), clock_(clock), hostTimeout_(hostTimeout) {}
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
 
@@ -112,6 +114,7 @@ class Peers {
 
   const Ownership& ownership_;
   const Clock& clock_;
+  const Nanoseconds hostTimeout_;
   std::map<ProcessId, std::unique_ptr<Peer>> peers_ SMDDP_GUARDED_BY(ownership_);
   // Kept mapped by peers_.
   std::vector<const transport::shm::ProcessPage*> matePages_ SMDDP_GUARDED_BY(ownership_);

@@ -17,6 +17,7 @@
 
 #include "bootstrap/introduction.h"
 #include "common/clock.h"
+#include "common/config.h"
 #include "common/mutex.h"
 #include "common/ownership.h"
 #include "engine/memory/region_pool.h"
@@ -36,11 +37,11 @@ namespace smddp::engine::process {
 // Memory that the process shares with the others of its node, and what hands out parts of it. Each part is thread-safe,
 // and may be kept beyond the end of the process object.
 struct NodeMemory {
-  explicit NodeMemory(size_t slabBytes)
+  NodeMemory(size_t slabBytes, size_t cacheBytes)
       : slab(transport::shm::Slab::create(slabBytes)),
         regions(std::make_shared<memory::RegionPool>(slab)),
         windows(std::make_shared<memory::WindowPool>(slab)),
-        tensors(std::make_shared<transport::shm::CommMemory>(slab)) {}
+        tensors(std::make_shared<transport::shm::CommMemory>(slab, cacheBytes)) {}
 
   const std::shared_ptr<transport::shm::Slab> slab;
   const std::shared_ptr<memory::RegionPool> regions;  // of groups
@@ -51,13 +52,12 @@ struct NodeMemory {
 class Process {
  public:
   struct Options {
+    Settings settings;
     std::shared_ptr<Clock> clock = std::make_shared<MonotonicClock>();
     // Instead of a libfabric endpoint; the simulator's.
     std::function<std::unique_ptr<transport::Transport>()> fabric;
     // Instead of a random one; the simulator's.
     std::optional<ProcessId> id;
-    // Instead of SMDDP_NODE_ID and the boot id.
-    std::string nodeName;
     size_t slabBytes = transport::shm::Slab::kDefaultReserve;
     // TCP connections that tell when a remote process is gone.
     bool lifelines = true;
@@ -72,6 +72,8 @@ class Process {
   ~Process();
   Process(const Process&) = delete;
   Process& operator=(const Process&) = delete;
+
+  const Settings settings;  // [any thread]
 
   // What runs on the thread that owns the engine begins with ownership().assertOwned().
   const Ownership& ownership() const SMDDP_RETURN_CAPABILITY(ownership_) { return ownership_; }
