@@ -10,14 +10,14 @@
 namespace smddp::engine {
 namespace {
 
-// How long shutdown() waits for what is in flight, and then for peers to take in what was sent.
+// shutdown() waits so long for operations in flight, and then for peers to take in the bytes that were sent.
 constexpr Nanoseconds kShutdownWait = 2'000'000'000;
 
 // An asynchronous submitter begins operations up to this size itself: that takes it no longer than to wake a progress
 // thread takes (some 50 us). It would pay for a longer one with time in which it could compute.
 constexpr int64_t kLongestBegun = 64 << 10;
 
-// What the submitter of an operation does next.
+// The next step of the thread that submits an operation.
 enum class Next { Wait, Begin, Leave };
 
 Next nextOf(const calls::Request& request) {
@@ -117,7 +117,7 @@ void Engine::shutdown() {
   progress_.runContinuations();
   progress_.stop();
   if (metricsWriter_) metricsWriter_->stop();
-  // As the owner: until its connections are closed, the process still takes in what peers send.
+  // Only the owner may do this: until its connections are closed, the process still takes in messages of peers.
   progress_.call([this] {
     groups_.clear();
     isShutDown_.store(true);
@@ -164,7 +164,7 @@ std::shared_ptr<groups::Group> Engine::join(const groups::Place& place,
   return group;
 }
 
-// Of all that can go wrong, the others hear in one place: the catch blocks.
+// The catch blocks are the one place that tells the others of an error.
 std::shared_ptr<groups::Group> Engine::createGroup(const groups::GroupSpec& spec,
                                                    groups::Meeting& meeting) {
   std::optional<groups::Place> place;
@@ -248,7 +248,7 @@ calls::CompletionPtr Engine::submitAny(groups::Group& group, Operation operation
 
 template <typename Operation>
 void Engine::post(groups::Group& group, Operation operation, calls::CompletionPtr completion) {
-  // What a std::function holds must be copyable; the shared pointer avoids copying the operation.
+  // A std::function can hold only copyable values; the shared pointer avoids copying the operation.
   const auto shared = std::make_shared<Operation>(std::move(operation));
   progress_.post([this, &group, shared, completion = std::move(completion)] {
     submitTo(group, std::move(*shared), completion);

@@ -21,7 +21,7 @@ namespace {
 
 using SteadyClock = std::chrono::steady_clock;
 
-// How long stop() waits for a file system.
+// stop() waits so long for a file system.
 constexpr auto kLastWrite = std::chrono::seconds(2);
 
 // Returns why not, or 0.
@@ -66,9 +66,9 @@ struct MetricsWriter::State {
   bool isStopping SMDDP_GUARDED_BY(mutex) = false;
   bool hasEnded SMDDP_GUARDED_BY(mutex) = false;
 
-  // Of the thread.
+  // Only the thread uses these.
   SteadyClock::time_point writtenAt = SteadyClock::now();
-  Metrics::Totals before;  // as of the last line of JSON, and when that was
+  Metrics::Totals before;  // the totals of the last line of JSON; `lineAt` is when that was
   SteadyClock::time_point lineAt = writtenAt;
   bool isReported = false;
 };
@@ -157,7 +157,7 @@ void MetricsWriter::State::write() {
   const double seconds = std::chrono::duration<double>(writtenAt - lineAt).count();
   const int failed = observe::write(lines, O_APPEND, jsonLine(origin, seconds, before, totals));
   report(lines, failed);
-  // What could not be written will be in the next line.
+  // The next line will have what could not be written.
   if (failed != 0) return;
   before = std::move(totals);
   lineAt = writtenAt;

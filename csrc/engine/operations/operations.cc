@@ -199,9 +199,9 @@ void Operations::takeFusable(std::vector<Operation>& taken) {
   }
 }
 
-// Whether requests of `first` bytes may grow to `together` bytes in one execution: the same algorithm serves both, and
-// it copies before the arrival (one_shot). A rank that has more requests than the others learns that at the arrival,
-// when it has copied all of them; what it copied must also serve the plan for fewer.
+// True if a request of `first` bytes may become one of `together` bytes in one execution: the same algorithm serves
+// both, and it copies before the arrival (one_shot). A rank that has more requests than the others learns that at the
+// arrival, when it has copied all of them; what it copied must also serve the plan for fewer.
 bool Operations::canFuse(int64_t first, int64_t together) {
   const collectives::Choice* choice = plans_.get({Collective::AllReduce, first}).choice;
   return choice->preamble != collectives::Preamble::NoCopy &&
@@ -254,8 +254,8 @@ bool Operations::step(Event event, Execution& state) {
   return false;
 }
 
-// Only this rank knows where its buffers lie, so others may begin an execution that this one holds back. Those that are
-// in flight do not need it, so they end, and then it begins.
+// Only this rank knows where its buffers lie, so others may begin an execution that this one holds back. Executions in
+// flight do not need the one that is held back. So they end, and then it begins.
 bool Operations::hasNext(Execution&) {
   if (pending_.empty()) return false;
   const Operation& next = pending_.front();

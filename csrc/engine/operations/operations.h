@@ -9,8 +9,8 @@
 // the life of an execution.
 //
 // Ends an operation with its result. Errors go to the sentinel, which ends the operations that they concern
-// (endBroken()). What the constructor takes outlives this; `metrics` may be null. Fused allreduces have at most
-// `fusionBytes` together. Used by the thread that owns the engine.
+// (endBroken()). The arguments of the constructor outlive this object; `metrics` may be null. Fused allreduces have at
+// most `fusionBytes` together. Used by the thread that owns the engine.
 #pragma once
 
 #include <deque>
@@ -80,12 +80,13 @@ class Operations final : public calls::Watched {
   void end(Execution& state);
   void abandon(Execution& state);
 
-  // Of runOneShot(): the plan, if the fast path serves the call; and for a call that is to go on in the table.
+  // Parts of runOneShot(): the first returns the plan if the fast path serves the call; the second lets the call go on
+  // in the table.
   const plans::PlanCache::Entry* oneShotPlan(const calls::Request& request);
   void goOnInTable(Execution& state, Operation operation);
   // The execution in flight that began first; null if there is none.
   Execution* oldestInFlight();
-  // Where the next execution will run.
+  // The track on which the next execution will run.
   Execution& nextTrack() { return *tracks_[started_ % tracks_.size()]; }
   // Counts an execution and its calls, `now` when they end. For metrics.
   void count(const Execution& state, Nanoseconds now);

@@ -26,22 +26,22 @@
 
 namespace smddp::engine::plans {
 
-// How often an algorithm ran on this rank, and what this rank moved. smddp.statistics() shows it.
+// Counts how often an algorithm ran on this rank, and how many bytes this rank moved. smddp.statistics() shows it.
 struct AlgorithmUse {
   uint64_t calls = 0;
-  uint64_t bytes = 0;        // of the calls' vectors (Shape::bytes)
+  uint64_t bytes = 0;        // the sum over the calls' vectors (Shape::bytes)
   uint64_t memoryBytes = 0;  // read by its copies and reductions
   uint64_t fabricBytes = 0;  // sent to other nodes
   uint64_t zeroCopy = 0;     // calls that staged nothing
 };
 
-// How an execution begins, once the plan for private buffers has been found.
+// The way in which an execution begins, once the plan for private buffers has been found.
 enum class Start : uint8_t {
   // If another plan would be used when all ranks have shared buffers, a rank with shared buffers arrives without
   // copying, and waits with its decision.
   DecideAfterArrival,
   RunPlan,  // every rank runs it, since it is used for shared buffers, too
-  OneShot,  // the same, and it is one copy, the arrival and one sum (Operations::runOneShot)
+  OneShot,  // as RunPlan; it is one copy, the arrival and one sum (Operations::runOneShot)
 };
 
 class PlanCache {
@@ -68,14 +68,13 @@ class PlanCache {
 
   struct Entry {
     collectives::Shape shape;
-    AlgorithmUse* use;                     // of all entries with this algorithm
-    observe::Metrics::Algorithm* metrics;  // the same; null: calls are not counted
+    AlgorithmUse* use;                     // shared by all entries with this algorithm
+    observe::Metrics::Algorithm* metrics;  // shared, too; null: calls are not counted
     CachedPlan cached;
     const collectives::Choice* choice;
     Start start = Start::DecideAfterArrival;
-    size_t bytes = 0;  // what the cache keeps for it
-    mutable observe::RecentDurations
-        recent{};                  // of its executions, from their beginning to their end
+    size_t bytes = 0;                           // bytes that the cache keeps for the entry
+    mutable observe::RecentDurations recent{};  // durations of its executions
     mutable uint32_t holders = 0;  // Held
 
     // Counts one execution of the plan: the operations in it, and the bytes of their vectors.
@@ -116,7 +115,8 @@ class PlanCache {
     return collectives::encodedAs(topology_, request.collective, bytes, wanted);
   }
 
-  // What forbids allreduces to travel in other formats, such as "SMDDP_ALGORITHM=allreduce=ring"; null: nothing.
+  // The setting that forbids allreduces to travel in other formats, such as "SMDDP_ALGORITHM=allreduce=ring"; null:
+  // nothing.
   std::optional<std::string> whyOnlyFp32() const {
     if (collectives::knowsFormats(collectives::Collective::AllReduce, overrides_, origin()))
       return {};
@@ -144,7 +144,7 @@ class PlanCache {
                              *tuning_);
   }
 
-  // Of all plans that the cache keeps.
+  // Bytes and number of all plans that the cache keeps.
   size_t bytes() const { return bytes_; }
   size_t size() const { return entries_.size(); }
 
@@ -155,7 +155,7 @@ class PlanCache {
     return ran;
   }
 
-  // What choose() asks, in its order: "SMDDP_ALGORITHM=allreduce=ring, then the built-in table".
+  // The sources that choose() asks, in its order: "SMDDP_ALGORITHM=allreduce=ring, then the built-in table".
   std::string sources() const {
     std::string text;
     if (!overrides_.empty()) {
@@ -179,7 +179,7 @@ class PlanCache {
     return collectives::select(topology_, limits_, shape, oneShotBytes_, overrides_, origin(),
                                *tuning_);
   }
-  // Where the user wrote the overrides.
+  // The place where the user wrote the overrides.
   const char* origin() const { return isOfGroup_ ? "algorithm" : "SMDDP_ALGORITHM"; }
   Entry build(const collectives::Shape& shape) {
     const collectives::Choice& choice = choose(shape);
@@ -231,7 +231,7 @@ class PlanCache {
     }
   };
 
-  // Of an entry beside what its plan has on the heap: nodes of the list and of the map, a bucket.
+  // The bytes of an entry beside those that its plan has on the heap: nodes of the list and of the map, a bucket.
   static constexpr size_t kOverheadBytes = sizeof(Entry) + sizeof(collectives::Shape) + 64;
 
   const plan::Topology& topology_;
@@ -246,7 +246,7 @@ class PlanCache {
   std::list<Entry> entries_;  // the one asked for last is the first
   std::unordered_map<collectives::Shape, std::list<Entry>::iterator, Hash> byShape_;
   size_t bytes_ = 0;
-  std::map<std::string, AlgorithmUse> uses_;  // what Entry::use points into
+  std::map<std::string, AlgorithmUse> uses_;  // Entry::use points into it
 };
 
 }  // namespace smddp::engine::plans

@@ -1,4 +1,4 @@
-// What this build can do on this machine, for layers that may not include those below the engine.
+// Says what this build can do on this machine, for layers that may not include those below the engine.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace smddp::engine::process {
 
-// Whether the combination has a meaning and a kernel.
+// True if the combination has a meaning and a kernel.
 bool canReduce(DataType type, ReduceOp op);
 
 struct Capabilities {

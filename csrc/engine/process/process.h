@@ -1,5 +1,5 @@
-// What a process has once, for all its groups: shared memory, transports, lifelines, and the other processes it
-// has met. A process meets another one once; sub-groups reuse memory and connections.
+// The things that a process has once, for all its groups: shared memory, transports, lifelines, and the other processes
+// that it has met. A process meets another one once; sub-groups reuse memory and connections.
 //
 // Threads: made and used by the thread that owns the engine, except where marked. Ranks may be threads of one
 // operating-system process (tests): each then has a Process of its own.
@@ -75,7 +75,7 @@ class Process {
 
   const Settings settings;  // [any thread]
 
-  // What runs on the thread that owns the engine begins with ownership().assertOwned().
+  // A function that runs on the thread that owns the engine begins with ownership().assertOwned().
   const Ownership& ownership() const SMDDP_RETURN_CAPABILITY(ownership_) { return ownership_; }
   const Clock& clock() const { return *options_.clock; }
   const ProcessId& id() const { return id_; }
@@ -91,10 +91,10 @@ class Process {
   // A number that says how the ranks were divided into nodes (bootstrap::Locality). Introductions contain it from now
   // on.
   void setNodeAgreement(uint64_t agreement);
-  // What we publish. The addresses between nodes are in it only after openFabric().
+  // The information that we publish. It has the addresses between nodes only after openFabric().
   bootstrap::Introduction introduce(std::vector<std::byte> group);
-  // Whether the memory of `other` can be mapped here. Keeps the mapping. Throws Resource if our process has no
-  // descriptor or address space left. [thread-safe]
+  // Maps the memory of `other`, and keeps the mapping. False if it cannot be mapped here. Throws Resource if our
+  // process has no descriptor or address space left. [thread-safe]
   bool tryMap(const bootstrap::Introduction& other, std::string* why);
   // Creates the endpoint and the lifelines, at the address `host` (addressForPeers()); once. Throws Usage when built
   // without libfabric.
@@ -110,7 +110,7 @@ class Process {
   transport::RemoteKey registerMemory(const Peer& peer, std::span<std::byte> memory);
   // Puts to remote peers will often leave from here, in our slab: registers it with the network.
   void addSource(std::span<std::byte> memory);
-  // The same for memory of a device, see Transport.
+  // Registers memory of a device with the network, see Transport.
   std::string addDeviceSource(const transport::DeviceMemory& memory);
   void removeDeviceSource(std::span<std::byte> memory);
 
