@@ -170,6 +170,13 @@ MAY_INCLUDE: dict[str, set[str]] = {
 # What -> (pattern of a code line, the folders or files that may have it).
 ONLY_IN: dict[str, tuple[str, set[str]]] = {
     "the environment": (r"\b(secure_)?getenv\s*\(|\benviron\b", {"common/config.cc"}),
+    "settings that are not passed in": (
+        r"(?<![\w.>])settings\(\)",
+        {
+            *("common", "process_group", "process_group/device", "c_interface", "bindings"),
+            "reduction/reduce.cc",  # SMDDP_SIMD, for all engines of the process
+        },
+    ),
     "the name service": (r"\bget(addr|name)info\s*\(|\bgethostby", {"common/host_address.cc"}),
     "libfabric": (r"#include <rdma/", {"transport/fabric"}),
     "memory mappings": (r"#include <sys/mman\.h>", {"transport/shm"}),

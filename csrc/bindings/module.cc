@@ -257,7 +257,8 @@ void bindSettings(py::module& m) {
           py::arg("controller"))
       .def("available_memory", &ControlGroups::availableMemory)
       .def("available_threads", &ControlGroups::availableThreads);
-  m.def("address_for_peers", &smddp::engine::process::addressForPeers);
+  m.def("address_for_peers",
+        [] { return smddp::engine::process::addressForPeers(smddp::settings()); });
   m.def("build_info", [] {
     const auto able = smddp::engine::process::capabilities();
     return py::dict(py::arg("version") = SMDDP_VERSION, py::arg("torch") = SMDDP_TORCH_VERSION,

@@ -35,12 +35,12 @@ plan::Plan build(const std::string& collective, int64_t bytes, const Nodes& node
   shape.wire =
       collectives::encodedAs(topology, shape.collective, bytes, asked.wire.value_or(Wire::fp32));
   shape.feedback = asked.feedback && shape.wire != Wire::fp32;
-  const plan::Limits allowed = engine::plans::limitsFromSettings();
+  const plan::Limits allowed = engine::plans::limitsFrom(settings());
   const int64_t oneShot = settings().oneShotBytes;
   const auto& choice =
       algorithm.empty()
           ? collectives::select(topology, allowed, shape, oneShot, settings().algorithm,
-                                "SMDDP_ALGORITHM", collectives::tuningFromSettings())
+                                "SMDDP_ALGORITHM", collectives::Tuning::read(settings().tuningFile))
           : collectives::select(topology, allowed, shape, oneShot, collective + "=" + algorithm,
                                 "--algorithm");
   return choice.build(topology, allowed, shape);
@@ -82,7 +82,7 @@ std::string checkPlan(const std::string& collective, int64_t bytes, const Nodes&
       plans.push_back(build(collective, bytes, nodes, rank, root, shared, algorithm, wire));
     }
     const std::vector<plan::Execution> three(3, execution(collective, bytes, root, plans));
-    const plan::Verdict verdict = plan::check(nodes, engine::plans::limitsFromSettings(), three);
+    const plan::Verdict verdict = plan::check(nodes, engine::plans::limitsFrom(settings()), three);
     return verdict.ok() ? std::string() : verdict.problem;
   });
 }

@@ -30,6 +30,7 @@ using smddp::ErrorKind;
 using smddp::Nanoseconds;
 using smddp::raise;
 using smddp::Rank;
+using smddp::settings;
 using smddp::engine::Engine;
 namespace collectives = smddp::collectives;
 namespace engine = smddp::engine;
@@ -257,7 +258,7 @@ void meet(smddp_group& joined, const char* host, uint16_t port, Rank me, int siz
   smddp::setLogRank(me);
   const engine::groups::GroupSpec spec{"c_interface", me, size, {}};
   try {
-    joined.engine = engine::sharedEngine();
+    joined.engine = engine::sharedEngine(settings());
   } catch (const Error& error) {
     // Not settings(), which may be what is wrong.
     const smddp::Seal seal(smddp::environment("SMDDP_JOB_TOKEN"));
@@ -469,7 +470,7 @@ smddp_status smddp_run(smddp_group* group, const smddp_arguments* arguments) {
 void* smddp_allocate(size_t bytes) {
   void* memory = nullptr;
   translated([&] {
-    memory = engine::sharedEngine()->tensorMemory()->allocate(std::max<size_t>(bytes, 1));
+    memory = engine::sharedEngine(settings())->tensorMemory()->allocate(std::max<size_t>(bytes, 1));
     return SMDDP_OK;
   });
   return memory;
@@ -478,7 +479,7 @@ void* smddp_allocate(size_t bytes) {
 void smddp_deallocate(void* memory) {
   if (!memory) return;
   translated([&] {
-    engine::sharedEngine()->tensorMemory()->free(memory);
+    engine::sharedEngine(settings())->tensorMemory()->free(memory);
     return SMDDP_OK;
   });
 }

@@ -8,7 +8,6 @@
 #include <span>
 
 #include "collectives/selection.h"
-#include "common/config.h"
 #include "common/fnv.h"
 
 namespace smddp::collectives {
@@ -150,6 +149,7 @@ Tuning Tuning::parse(std::string_view text, const std::string& origin) {
 }
 
 Tuning Tuning::read(const std::string& path) {
+  if (path.empty()) return {};
   std::ifstream file(path, std::ios::binary);
   if (!file) {
     raise(ErrorKind::Usage,
@@ -195,12 +195,6 @@ bool fits(const TuningRow& row, const plan::Topology& topology, const Shape& sha
   const bool rightMemory = shape.shared ? row.whenShared : row.whenPrivate;
   return row.collective == shape.collective && rightMemory && shape.bytes <= row.maxBytes &&
          isForLayout(row, topology);
-}
-
-const Tuning& tuningFromSettings() {
-  static const Tuning tuning =
-      settings().tuningFile.empty() ? Tuning() : Tuning::read(settings().tuningFile);
-  return tuning;
 }
 
 }  // namespace smddp::collectives

@@ -41,7 +41,7 @@ class Tuning {
   Tuning() = default;
   // Throws Usage for a line that it cannot parse. The error names `origin` and the line, and says what is allowed.
   static Tuning parse(std::string_view text, const std::string& origin);
-  // Parses a file. Throws Usage also if it cannot be read.
+  // Parses a file. Throws Usage also if it cannot be read. No rows if `path` is empty.
   static Tuning read(const std::string& path);
 
   const std::vector<TuningRow>& rows() const { return rows_; }
@@ -58,8 +58,5 @@ class Tuning {
 bool isForLayout(const TuningRow& row, const plan::Topology& topology);
 // True if the row applies to this request. Does not check that its algorithm can serve it.
 bool fits(const TuningRow& row, const plan::Topology& topology, const Shape& shape);
-
-// The file that SMDDP_TUNING_FILE names, read on the first call. Throws Usage on every call while it cannot be read.
-const Tuning& tuningFromSettings();
 
 }  // namespace smddp::collectives

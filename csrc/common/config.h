@@ -1,9 +1,11 @@
 // All settings of the library, in two tables: for users, and for experts. Nothing else reads the environment.
 //
 // A line is  X(type, field, "ENVIRONMENT", default, "what it does; when to change it"). The allowed values may follow:
-// for a number least, most, "unit"; for a text .words = "…". The environment is read once, on the first use, so no
-// setting ever has two values. docs and `smddp env` are generated from the tables. A text that does not
-// parse is a Usage error that names the variable and the text.
+// for a number least, most, "unit"; for a text .words = "…". docs and `smddp env` are generated from the tables. A text
+// that does not parse is a Usage error that names the variable and the text.
+//
+// settings() reads the environment once, so no setting of a process ever changes. The entrances of the library call it
+// (process_group, c_interface, bindings); the engine and the transports take a Settings value.
 #pragma once
 
 #include <cstdint>

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <thread>
 
-#include "common/config.h"
 #include "common/interrupt.h"
 #include "common/log.h"
 #include "engine/store_meeting.h"
@@ -11,14 +10,14 @@
 namespace smddp::engine {
 namespace {
 
-// How long shutdown() waits for what is in flight, and then for peers to take in what was sent.
+// shutdown() waits so long for operations in flight, and then for peers to take in the bytes that were sent.
 constexpr Nanoseconds kShutdownWait = 2'000'000'000;
 
 // An asynchronous submitter begins operations up to this size itself: that takes it no longer than to wake a progress
 // thread takes (some 50 us). It would pay for a longer one with time in which it could compute.
 constexpr int64_t kLongestBegun = 64 << 10;
 
-// What the submitter of an operation does next.
+// The next step of the thread that submits an operation.
 enum class Next { Wait, Begin, Leave };
 
 Next nextOf(const calls::Request& request) {
@@ -45,7 +44,7 @@ void submitTo(groups::Group& group, calls::Message message, calls::CompletionPtr
 
 // Counts calls if the settings ask for it.
 process::Process::Options withMetrics(process::Process::Options options) {
-  if (auto metrics = observe::MetricsWriter::metricsFromSettings())
+  if (auto metrics = observe::MetricsWriter::metricsFor(options.settings))
     options.metrics = std::move(metrics);
   return options;
 }
@@ -53,13 +52,14 @@ process::Process::Options withMetrics(process::Process::Options options) {
 }  // namespace
 
 Engine::Engine(const Options& options)
-    : forkCount_(progress::countForks()),
+    : settings(options.process.settings),
+      forkCount_(progress::countForks()),
       process_(std::make_unique<process::Process>(withMetrics(options.process), ownership_)),
       tensorMemory_(process_->memory().tensors),
       groups_(ownership_, *process_),
       progress_(ownership_, *process_, groups_, options.progressThread) {
   forkHold_.emplace(ownership_, progress_, *process_);
-  if (!settings().metrics.empty()) metricsWriter_.emplace(process_->metrics());
+  if (!settings.metrics.empty()) metricsWriter_.emplace(process_->metrics(), settings);
 }
 
 Engine::~Engine() { shutdown(); }
@@ -117,7 +117,7 @@ void Engine::shutdown() {
   progress_.runContinuations();
   progress_.stop();
   if (metricsWriter_) metricsWriter_->stop();
-  // As the owner: until its connections are closed, the process still takes in what peers send.
+  // Only the owner may do this: until its connections are closed, the process still takes in messages of peers.
   progress_.call([this] {
     groups_.clear();
     isShutDown_.store(true);
@@ -133,7 +133,11 @@ groups::Place Engine::reserve(const groups::GroupSpec& spec) {
   progress_.call([&] {
     if (groups_.hasLeftAll()) raise(ErrorKind::Usage, "smddp has been shut down");
     groups_.reap();
-    place.emplace(*process_, spec);
+    if (!tuning_) {
+      tuning_ = std::make_shared<const collectives::Tuning>(
+          collectives::Tuning::read(settings.tuningFile));
+    }
+    place.emplace(*process_, tuning_, spec);
   });
   return *std::move(place);
 }
@@ -160,7 +164,7 @@ std::shared_ptr<groups::Group> Engine::join(const groups::Place& place,
   return group;
 }
 
-// Of all that can go wrong, the others hear in one place: the catch blocks.
+// The catch blocks are the one place that tells the others of an error.
 std::shared_ptr<groups::Group> Engine::createGroup(const groups::GroupSpec& spec,
                                                    groups::Meeting& meeting) {
   std::optional<groups::Place> place;
@@ -244,7 +248,7 @@ calls::CompletionPtr Engine::submitAny(groups::Group& group, Operation operation
 
 template <typename Operation>
 void Engine::post(groups::Group& group, Operation operation, calls::CompletionPtr completion) {
-  // What a std::function holds must be copyable; the shared pointer avoids copying the operation.
+  // A std::function can hold only copyable values; the shared pointer avoids copying the operation.
   const auto shared = std::make_shared<Operation>(std::move(operation));
   progress_.post([this, &group, shared, completion = std::move(completion)] {
     submitTo(group, std::move(*shared), completion);

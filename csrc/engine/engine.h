@@ -1,7 +1,7 @@
 // The engine of a process: makes groups, takes operations, and waits for them.
 //
-// Its functions concern a group and how calls of it are run. What a group does is in its parts (group.h); which thread
-// runs what is in Progress.
+// Its functions concern a group and how calls of it are run. The parts of a group do its work (group.h); Progress
+// decides which thread runs them.
 //
 // Threads: all public functions from any thread. Callers, the progress thread and continuations take turns as the
 // engine's owner: docs/threads.md.
@@ -41,8 +41,10 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Where this process has met the members of a new group before: `parent` has all of them, and `ranks` are their
-  // numbers there, in the order of the new group.
+  const Settings settings;  // [any thread]
+
+  // A group in which this process has met the members of a new group before: `parent` has all of them, and `ranks` are
+  // their numbers in `parent`, in the order of the new group.
   struct KnownMembers {
     std::shared_ptr<groups::Group> parent;
     std::vector<Rank> ranks;
@@ -60,7 +62,7 @@ class Engine {
   // Called before this rank leaves. Waits until everything in flight except receives has ended, well or not, because
   // other ranks may need this one for it. Waits for `others`, too. Each operation has its deadline.
   void waitForOpenCalls(groups::Group& group, const std::vector<calls::CompletionPtr>& others = {});
-  // Idempotent. What is in flight ends with Aborted.
+  // Idempotent. Operations in flight end with Aborted.
   void destroyGroup(const std::shared_ptr<groups::Group>& group);
 
   // Takes an operation. With Request::willWait it returns when the operation has ended, well or not; else at once.
@@ -68,15 +70,15 @@ class Engine {
   calls::CompletionPtr submit(groups::Group& group, calls::Message message);
   // submit() and wait() in one. Throws the operation's error.
   void run(groups::Group& group, calls::Request request);
-  // The same as submit() without running anything: for threads that must not run continuations. The group has to live
-  // until the operation has ended.
+  // Submits an operation, and runs nothing: for threads that must not run continuations. The group has to live until
+  // the operation has ended.
   void enqueue(groups::Group& group, calls::Request request, calls::CompletionPtr completion);
   void enqueue(groups::Group& group, calls::Message message, calls::CompletionPtr completion);
   // Waits until the operation has ended, well or not; its own deadline ends it at the latest. An exception of
   // checkInterrupt() passes through this function and the next two. Then the group breaks with Aborted on all ranks,
   // since they wait for this one.
   void wait(groups::Group& group, const calls::Completion& completion);
-  // The same, but at most this long; false when the time is over.
+  // Waits as wait() does, but at most this long; false when the time is over.
   bool waitFor(groups::Group& group, const calls::Completion& completion, Nanoseconds timeout);
   // Waits until one of them has ended, or until a thread has set `interrupted` and called Progress::wakeWaiters().
   // Yields for `yieldFor` before it sleeps, instead of a fixed number of times.
@@ -97,7 +99,7 @@ class Engine {
   // From now on the death of a member breaks the group within 0.25 s, although nobody here waits for it. For groups
   // whose ranks also wait for one another outside the engine, as in NCCL.
   void watchMembers(groups::Group& group);
-  // What has broken the group, as a sentence for the user.
+  // The error that has broken the group, as a sentence for the user.
   std::optional<Error> failureOf(const groups::Group& group);
   // Keeps memory of an operation that has failed until no mate and no rank of another node can touch it any more.
   void keep(groups::Group& group, std::shared_ptr<void> memory);
@@ -105,8 +107,8 @@ class Engine {
   void requireUsable() const;
   // Communication memory. Throws as requireUsable().
   std::shared_ptr<transport::shm::CommMemory> tensorMemory() const;
-  // In a child of fork(): its parent had left all groups, so the child may make an engine of its own. It must keep this
-  // one.
+  // True in a child of fork() whose parent had left all groups: the child may make an engine of its own. It must keep
+  // this one.
   bool isReplaceableInChild() const;
   // For what is no call of a group.
   progress::Progress& progress() { return progress_; }
@@ -136,6 +138,7 @@ class Engine {
   std::atomic<bool> isShuttingDown_{false};
   std::atomic<bool> isShutDown_{false};  // process_ is null
   std::unique_ptr<process::Process> process_;
+  std::shared_ptr<const collectives::Tuning> tuning_;  // null until the first group is made
   const std::weak_ptr<transport::shm::CommMemory> tensorMemory_;
   groups::GroupRegistry groups_;
   progress::Progress progress_;

@@ -19,7 +19,7 @@ Slot& slot() {
 
 }  // namespace
 
-std::shared_ptr<Engine> sharedEngine() {
+std::shared_ptr<Engine> sharedEngine(const Settings& settings) {
   Slot& shared = slot();
   const MutexLock lock(shared.mutex);
   if (shared.engine && shared.engine->isReplaceableInChild()) {
@@ -27,7 +27,11 @@ std::shared_ptr<Engine> sharedEngine() {
     static_cast<void>(new std::shared_ptr<Engine>(std::move(shared.engine)));
     shared.engine.reset();
   }
-  if (!shared.engine) shared.engine = std::make_shared<Engine>(Engine::Options{});
+  if (!shared.engine) {
+    Engine::Options options;
+    options.process.settings = settings;
+    shared.engine = std::make_shared<Engine>(options);
+  }
   return shared.engine;
 }
 

@@ -80,11 +80,11 @@ struct Outcome {
   Text<400> text{};
 };
 
-// In messages of the parent. It takes two rounds, in which each member sends one message to the first, and gets one
-// back: in exchange() and in complete(), or in tell().
+// The members meet in messages of the parent. It takes two rounds, in which each member sends one message to the first,
+// and gets one back: in exchange() and in complete(), or in tell().
 class ParentMeeting final : public groups::Meeting {
  public:
-  // What is passed outlives the meeting.
+  // The arguments outlive the meeting.
   ParentMeeting(Engine& engine, const std::shared_ptr<groups::Group>& parent,
                 const groups::GroupSpec& spec, const std::vector<Rank>& members,
                 Nanoseconds timeout)
@@ -128,8 +128,8 @@ class ParentMeeting final : public groups::Meeting {
   }
 
  private:
-  // What all members give, by rank in the new group; all give as many bytes. Throws, on all of them, if one could not
-  // do its part.
+  // Returns the bytes that all members give, by rank in the new group; all give as many bytes. Throws, on all of them,
+  // if one could not do its part.
   std::vector<std::vector<std::byte>> round(const Outcome& outcome,
                                             std::span<const std::byte> mine) {
     ++rounds_;

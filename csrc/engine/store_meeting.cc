@@ -6,7 +6,6 @@
 #include <span>
 #include <utility>
 
-#include "common/config.h"
 #include "common/interrupt.h"
 #include "common/log.h"
 #include "engine/process/capabilities.h"
@@ -20,7 +19,7 @@ StoreMeeting::StoreMeeting(Engine& engine, bootstrap::Store& store, const groups
       spec_(spec),
       timeout_(timeout),
       known_(known),
-      seal_(settings().jobToken.text) {}
+      seal_(engine.settings.jobToken.text) {}
 
 std::vector<bootstrap::Rendezvous::Loss> StoreMeeting::look() {
   checkInterrupt();
@@ -72,7 +71,7 @@ groups::Members StoreMeeting::exchange(const bootstrap::Introduction& mine) {
   if (remote > 0) {
     // The network is opened only now: on a single node it is never touched. Other groups go on while the resolver waits
     // for an answer.
-    const std::string host = process::addressForPeers();
+    const std::string host = process::addressForPeers(engine_.settings);
     bootstrap::Introduction reachable;
     engine_.progress().call([&] {
       process.openFabric(remote, host);

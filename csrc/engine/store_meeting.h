@@ -19,7 +19,7 @@ namespace smddp::engine {
 
 class StoreMeeting final : public groups::Meeting {
  public:
-  // What is passed outlives the meeting. `timeout` bounds each wait.
+  // The arguments outlive the meeting. `timeout` bounds each wait.
   StoreMeeting(Engine& engine, bootstrap::Store& store, const groups::GroupSpec& spec,
                Nanoseconds timeout, const Engine::KnownMembers& known);
 

@@ -14,12 +14,13 @@ namespace {
 
 // So long that the bytes count and not the steps: at 1 Gbit/s, 2 nodes exchange it in 17 ms.
 constexpr size_t kElements = (2 << 20) / sizeof(float);
-// Of a format, the first rounds open channels and touch memory for the first time, and more of it for formats that
-// encode: with 4 nodes on loopback bf16 takes 25, 17, 11, 11, 3, 3, 2, 3 ms. Of the other rounds the fastest counts.
+// The first rounds of a format open channels and touch memory for the first time, and formats that encode touch more of
+// it: with 4 nodes on loopback bf16 takes 25, 17, 11, 11, 3, 3, 2, 3 ms. The fastest of the other rounds counts.
 constexpr int kWarmUps = 4;
 constexpr int kRounds = 8;
 
-// What the allreduces read and write. If one of them fails, its group keeps this: the network may still use it.
+// The memory that the allreduces read and write. If one of them fails, its group keeps this: the network may still use
+// it.
 struct Buffers {
   std::vector<float> vector = std::vector<float>(kElements, 1.0f);
   WireTimes times;
@@ -76,7 +77,7 @@ Wire worthwhile(const WireTimes& times) {
 
 void chooseWire(Engine& engine, const std::shared_ptr<groups::Group>& group, Nanoseconds timeout) {
   if (group->wire.wire.has_value() || !group->membership.spansNodes()) return;
-  // The same on all ranks, so none of them measures.
+  // All ranks have the same reason, so none of them measures.
   if (const auto reason = group->plans.whyOnlyFp32()) {
     if (group->spec.me != 0) return;
     SMDDP_LOG(Warn, "engine",

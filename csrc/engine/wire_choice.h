@@ -1,4 +1,4 @@
-// Which wire format suits the network of a group: for groups that are made with the option "auto".
+// Measures which wire format suits the network of a group: for groups that are made with the option "auto".
 #pragma once
 
 #include <array>

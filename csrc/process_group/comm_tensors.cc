@@ -5,14 +5,16 @@
 
 #include <algorithm>
 #include <memory>
+#include <utility>
 
+#include "common/config.h"
 #include "engine/shared_engine.h"
 #include "process_group/errors.h"
 
 namespace smddp::process_group {
 namespace {
 
-using Memory = decltype(engine::sharedEngine()->tensorMemory());
+using Memory = decltype(std::declval<engine::Engine>().tensorMemory());
 
 struct Block {
   Memory memory;
@@ -29,7 +31,8 @@ class CommAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     try {
-      auto block = std::make_unique<Block>(Block{engine::sharedEngine()->tensorMemory(), nullptr});
+      auto block =
+          std::make_unique<Block>(Block{engine::sharedEngine(settings())->tensorMemory(), nullptr});
       block->begin = block->memory->allocate(std::max<size_t>(bytes, 1));
       void* begin = block->begin;
       return {begin, block.release(), &freeBlock, c10::Device(c10::kCPU)};

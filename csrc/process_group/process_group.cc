@@ -57,7 +57,7 @@ std::vector<Rank> jobRanksOf(const ProcessGroup::Creation& creation) {
 std::shared_ptr<engine::Engine> engineFor(const ProcessGroup::Creation& creation) {
   if (isWorld(creation)) setLogRank(creation.rank);
   try {
-    return engine::sharedEngine();
+    return engine::sharedEngine(settings());
   } catch (const Error& error) {
     reportTrouble(creation.store, creation.name, creation.rank,
                   bootstrap::jobRankOf(jobRanksOf(creation), creation.rank), error);
@@ -92,7 +92,7 @@ void reportTrouble(const intrusive_ptr<c10d::Store>& store, const std::string& n
 }
 
 std::shared_ptr<engine::Engine> sharedEngine() {
-  return translated([] { return engine::sharedEngine(); });
+  return translated([] { return engine::sharedEngine(settings()); });
 }
 
 ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls> devices)

@@ -28,14 +28,16 @@ using Blob = std::vector<std::byte>;
 constexpr Nanoseconds kTimeout = 1'000'000'000;
 
 // Small limits, so that a group fits into a small slab, and a few kilobytes take many chunks.
-const bool kSmallLimits = [] {
-  ::setenv("SMDDP_CHUNK_BYTES", "1024", 1);
-  ::setenv("SMDDP_FABRIC_CHUNK_BYTES", "2048", 1);
-  ::setenv("SMDDP_POOL_BYTES", "16384", 1);
-  ::setenv("SMDDP_ONE_SHOT_BYTES", "512", 1);
-  ::setenv("SMDDP_FUSION_BYTES", "512", 1);
-  return true;
-}();
+Settings smallLimits() {
+  Settings settings;
+  settings.nodeId = "a";
+  settings.chunkBytes = 1024;
+  settings.fabricChunkBytes = 2048;
+  settings.poolBytes = 16384;
+  settings.oneShotBytes = 512;
+  settings.fusionBytes = 512;
+  return settings;
+}
 
 class ScriptClock final : public Clock {
  public:
@@ -52,6 +54,7 @@ struct Player {
   Player(Rank me, int size, const std::shared_ptr<ScriptClock>& clock) {
     (void)ownership.tryAcquire();
     process::Process::Options options;
+    options.settings = smallLimits();
     options.clock = clock;
     options.fabric = [this] {
       auto made = std::make_unique<HostileTransport>();
@@ -59,13 +62,13 @@ struct Player {
       return made;
     };
     options.id = process::ProcessId{static_cast<std::byte>(1 + me)};
-    options.nodeName = "a";
     options.slabBytes = size_t{64} << 20;
     options.lifelines = false;
     process.emplace(std::move(options), ownership);
     process->openFabric(1, "127.0.0.1");
     registry.emplace(ownership, *process);
-    place.emplace(*process, groups::GroupSpec{"g", me, size});
+    place.emplace(*process, std::make_shared<const collectives::Tuning>(),
+                  groups::GroupSpec{"g", me, size});
   }
 
   void join(const std::vector<bootstrap::Introduction>& all) {

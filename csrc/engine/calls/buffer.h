@@ -35,7 +35,7 @@ class Buffer {
     const Piece run = find(offset, length);
     return {run.data(), static_cast<int64_t>(run.size())};
   }
-  // The same run as what a put carries.
+  // Returns such a run as a put takes it.
   transport::Payload payload(int64_t offset, int64_t length) const {
     if (isFlat()) return {transport::Bytes(flat_ + offset, static_cast<size_t>(length)), onDevice_};
     const Piece run = find(offset, length);
@@ -50,7 +50,7 @@ class Buffer {
   std::byte* flat_ = nullptr;
   bool onDevice_ = false;  // flat_ points to memory of a device
   std::span<const Piece> pieces_{};
-  std::vector<int64_t> ends_{};  // of each piece, counted from the first byte of all
+  std::vector<int64_t> ends_{};  // the end of each piece, counted from the first byte of all
 };
 
 }  // namespace smddp::engine::calls

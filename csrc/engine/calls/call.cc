@@ -36,7 +36,7 @@ std::string describe(const transport::CallFingerprint& call, std::span<const Ran
   const bool isScaled = op == ReduceOp::PREMUL_SUM;
   const uint64_t bytes = isScaled ? call.bytes & ((uint64_t{1} << kLengthBits) - 1) : call.bytes;
   std::string text = fmt::format("{} of ", toString(collective));
-  // What is only copied has no type here, whatever the tensor has.
+  // A call that only copies has no type here, whatever type the tensor has.
   if (!isReduction(collective)) {
     text += printBytes(bytes);
   } else {

@@ -49,7 +49,7 @@ class Completion {
     done_.store(true, std::memory_order_release);
     return std::exchange(continuations_, {});
   }
-  // The same for an operation that nobody except its submitter knows of yet.
+  // Finishes an operation that nobody except its submitter knows of yet.
   void finishUnseen() { done_.store(true, std::memory_order_release); }
   void setSource(Rank source) { source_ = source; }
   void setSequence(uint64_t sequence) { sequence_ = sequence; }

@@ -1,4 +1,4 @@
-// The kinds of the engine's control messages. Those below kFirstEngineKind belong to the channels.
+// The kinds of the engine's control messages. Kinds below kFirstEngineKind belong to the channels.
 #pragma once
 
 #include "transport/wire.h"

@@ -1,4 +1,4 @@
-// What operations that ended leave behind: completions, their continuations, and memory.
+// Keeps what operations leave behind when they end: completions, their continuations, and memory.
 //
 // Finishes the completions, and collects the rest until the engine's owner has let go (Leftovers). Memory of an
 // operation that failed stays here for as long as the group lives. Used by the thread that owns the engine.
@@ -15,9 +15,9 @@
 
 namespace smddp::engine::calls {
 
-// What a thread may do only when it does not own the engine: run continuations, which are the user's code, and free
-// memory of operations. To free a tensor may take Python's interpreter lock, and a thread that holds that lock may wait
-// for the engine.
+// The work that a thread may do only when it does not own the engine: it runs continuations, which are the user's code,
+// and frees memory of operations. To free a tensor may take Python's interpreter lock, and a thread that holds that
+// lock may wait for the engine.
 struct Leftovers {
   std::vector<std::function<void()>> continuations;
   std::vector<std::shared_ptr<void>> memory;

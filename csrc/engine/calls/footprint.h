@@ -15,7 +15,7 @@ class Footprint {
   Footprint() = default;
   Footprint(const Pieces& input, const Pieces& output) : read_(input), written_(output) {}
 
-  // Whether one of the two writes what the other reads or writes.
+  // True if one of the two writes memory that the other reads or writes.
   bool conflictsWith(const Footprint& other) const {
     return written_.overlaps(other.written_) || written_.overlaps(other.read_) ||
            read_.overlaps(other.written_);

@@ -1,4 +1,4 @@
-// What the sentinel of a group sees of the operations and messages in flight.
+// The operations and messages in flight, as the sentinel of a group sees them.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ class Watched {
   virtual ~Watched() = default;
   // Everything that has begun and not ended, oldest first. Messages that go the same way are one.
   virtual std::vector<InFlight> inFlight() = 0;
-  // What the operation of `completion` waits for; nothing when it is not in flight here.
+  // Says what the operation of `completion` waits for; nullopt when it is not in flight here.
   virtual std::optional<InFlight> inFlightOf(const Completion& completion) = 0;
   // Ends all operations from broken.firstBroken on, with its cause. Messages have no number: all of them end.
   virtual void endBroken(const Break& broken) = 0;

@@ -1,4 +1,4 @@
-// What process_group asks of the engine, as values: a collective or a message.
+// The requests of process_group to the engine, as values: a collective or a message.
 #pragma once
 
 #include <cstddef>

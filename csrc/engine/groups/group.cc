@@ -5,7 +5,6 @@
 #include <map>
 
 #include "bootstrap/node_name.h"
-#include "common/config.h"
 #include "common/log.h"
 #include "engine/plans/limits.h"
 #include "reduction/reduce.h"
@@ -17,9 +16,8 @@ namespace {
 // are known.
 constexpr int64_t kTracksAcrossNodes = 4;
 
-memory::RegionLayout layoutFor(const plan::Limits& limits) {
-  return {.tracks = std::max(settings().inFlight, kTracksAcrossNodes),
-          .halfBytes = limits.halfBytes};
+memory::RegionLayout layoutFor(const Settings& settings, const plan::Limits& limits) {
+  return {.tracks = std::max(settings.inFlight, kTracksAcrossNodes), .halfBytes = limits.halfBytes};
 }
 
 // "2 + 2"
@@ -30,8 +28,7 @@ std::string ranksOfNodes(const plan::Topology& topology) {
   return text;
 }
 
-void warnOfOtherLayouts(const plan::Topology& topology) {
-  const auto& tuning = collectives::tuningFromSettings();
+void warnOfOtherLayouts(const collectives::Tuning& tuning, const plan::Topology& topology) {
   if (tuning.rows().empty()) return;
   const auto isForUs = [&](const auto& row) { return collectives::isForLayout(row, topology); };
   if (std::none_of(tuning.rows().begin(), tuning.rows().end(), isForUs)) {
@@ -43,11 +40,11 @@ void warnOfOtherLayouts(const plan::Topology& topology) {
 }
 
 // A setting that has no effect, or another one than its user expects, is not passed over in silence.
-void warnOfPlaces(const plan::Topology& topology,
+void warnOfPlaces(const Settings& settings, const plan::Topology& topology,
                   const std::vector<bootstrap::Introduction>& introductions) {
   if (topology.numNodes() == 1 && introductions.size() > 1) {
-    for (const auto& [name, value] : {std::pair("SMDDP_INTERFACE", settings().interface),
-                                      std::pair("SMDDP_PROVIDER", settings().provider)}) {
+    for (const auto& [name, value] : {std::pair("SMDDP_INTERFACE", settings.interface),
+                                      std::pair("SMDDP_PROVIDER", settings.provider)}) {
       if (value.empty()) continue;
       SMDDP_LOG(Warn, "engine", "{}={} has no effect: all ranks are on one node, without a network",
                 name, value);
@@ -68,8 +65,8 @@ void warnOfPlaces(const plan::Topology& topology,
   }
 }
 
-WireOption wireOf(const GroupOptions& options) {
-  return options.wire.empty() ? parseWire(settings().wire, "SMDDP_WIRE")
+WireOption wireOf(const Settings& settings, const GroupOptions& options) {
+  return options.wire.empty() ? parseWire(settings.wire, "SMDDP_WIRE")
                               : parseWire(options.wire, "wire");
 }
 
@@ -107,22 +104,26 @@ std::vector<team::GroupEntry> entriesOf(const std::vector<bootstrap::Introductio
   return entries;
 }
 
-int64_t numTracksFor(const team::Membership& membership) {
-  if (settings().inFlight > 0) return settings().inFlight;
+int64_t numTracksFor(const Settings& settings, const team::Membership& membership) {
+  if (settings.inFlight > 0) return settings.inFlight;
   return membership.spansNodes() ? kTracksAcrossNodes : 1;
 }
 
 }  // namespace
 
-Place::Place(process::Process& process, GroupSpec asked)
-    : spec(std::move(asked)), wire(wireOf(spec.options)), limits(plans::limitsFromSettings()) {
+Place::Place(process::Process& process, std::shared_ptr<const collectives::Tuning> rows,
+             GroupSpec asked)
+    : spec(std::move(asked)),
+      tuning(std::move(rows)),
+      wire(wireOf(process.settings, spec.options)),
+      limits(plans::limitsFrom(process.settings)) {
   reduction::simdLevel();
-  collectives::checkOverrides(settings().algorithm);
+  collectives::checkOverrides(process.settings.algorithm);
   collectives::checkOverrides(spec.options.algorithm, "algorithm");
-  region = std::make_shared<team::OwnRegion>(process, layoutFor(limits));
+  region = std::make_shared<team::OwnRegion>(process, layoutFor(process.settings, limits));
   team::GroupEntry entry = region->entry();
-  entry.algorithmDigest = collectives::tuningFromSettings().digest(
-      fmt::format("{};{}", spec.options.algorithm, toString(wire)));
+  entry.algorithmDigest =
+      tuning->digest(fmt::format("{};{}", spec.options.algorithm, toString(wire)));
   introduction = process.introduce(entry.encode());
 }
 
@@ -136,19 +137,19 @@ Group::Group(process::Process& process, const Place& place, const Members& membe
       membership(membershipOf(process, spec, members)),
       team(process, membership, place.region, entriesOf(members.introductions)),
       channels(process, membership, limits_),
-      plans(membership.topology, limits_, spec.options.algorithm, wire.wire.value_or(Wire::fp32),
-            metrics_.get()),
+      plans(membership.topology, limits_, process.settings, spec.options.algorithm, place.tuning,
+            wire.wire.value_or(Wire::fp32), metrics_.get()),
       calls(membership, team, status_),
       sentinel(process, membership, team, channels, calls, ended, status_, metrics_.get()),
       messages(process, membership, channels, ended, metrics_.get()),
       operations(process, membership, team, channels, plans, calls, sentinel, ended, metrics_.get(),
-                 numTracksFor(membership)) {
+                 numTracksFor(process.settings, membership), process.settings.fusionBytes) {
   sentinel.attach(operations, messages);
   // Once, for the first group, which is that of all ranks: the layouts of smaller ones are rarely measured.
   static std::atomic<bool> looked{false};
   if (spec.me == 0 && !looked.exchange(true)) {
-    warnOfOtherLayouts(membership.topology);
-    warnOfPlaces(membership.topology, members.introductions);
+    warnOfOtherLayouts(*place.tuning, membership.topology);
+    warnOfPlaces(process.settings, membership.topology, members.introductions);
   }
 }
 

@@ -1,6 +1,6 @@
 // A communicator: the ranks of one c10d process group, and the operations they have in flight.
 //
-// What a group does is in its parts, which callers use directly. Each uses only those above it in the list of members.
+// The parts of a group do its work. Callers use them directly. Each uses only those above it in the list of members.
 // The functions of Group concern several of them.
 //
 // Threads: everything on the thread that owns the engine, except where marked.
@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "collectives/tuning.h"
 #include "engine/calls/ended_operations.h"
 #include "engine/health/sentinel.h"
 #include "engine/observe/metrics.h"
@@ -46,19 +47,21 @@ struct GroupSpec {
   bool ofCallbacks = false;
 };
 
-// What this rank brings to a group that is being made: what it has decided, and the memory that it shares.
+// The part of this rank in a group that is being made: its decisions, and the memory that it shares.
 struct Place {
   // Refuses wrong settings, and not only in the first collective. Throws Usage, Resource.
-  Place(process::Process& process, GroupSpec spec);
+  Place(process::Process& process, std::shared_ptr<const collectives::Tuning> tuning,
+        GroupSpec spec);
 
   GroupSpec spec;
+  std::shared_ptr<const collectives::Tuning> tuning;  // the rows of SMDDP_TUNING_FILE
   WireOption wire;
   plan::Limits limits;
   std::shared_ptr<team::OwnRegion> region;
-  bootstrap::Introduction introduction;  // what the other ranks must know
+  bootstrap::Introduction introduction;  // tells the other ranks what they must know
 };
 
-// What all ranks of a new group have told one another, by rank.
+// The information that all ranks of a new group have exchanged, by rank.
 struct Members {
   std::vector<bootstrap::Introduction> introductions;
   std::vector<std::string> nodeOfRank;  // ranks with equal names share a node
@@ -71,28 +74,30 @@ class Group final {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  // Whether a call keeps what its encodings lose (Request::residual). [any thread, after the last PlanCache::useWire()]
+  // True if a call keeps the rounding errors of its encodings (Request::residual). [any thread, after the last
+  // PlanCache::useWire()]
   bool feedsBack(const calls::Request& request) const {
     return wire.feedback && plans.wireFor(request, request.bytes) != Wire::fp32;
   }
-  // What a rank said of itself when this process met it, with `group` as its entry for another group.
+  // The introduction of a rank, as this process received it at their first meeting, with `group` as its entry for
+  // another group.
   bootstrap::Introduction introductionOf(Rank rank, std::vector<std::byte> group) const;
 
-  // In a broken group it ends at once. (Operations::submit() is for collectives.)
+  // Submits a message. In a broken group it ends at once. (Operations::submit() is for collectives.)
   void submit(calls::Message message, calls::CompletionPtr completion);
   // Does what can be done now; true when anything advanced. Never throws: an error breaks the group.
   bool advance();
   bool idle() const;
   // The completions of all that is in flight, except receives: other ranks may need this one for it.
   std::vector<calls::CompletionPtr> openExceptReceives();
-  // Whether anything in flight involves the network or messages.
+  // True if an operation in flight needs the network or messages.
   bool needsPolling() const { return membership.spansNodes() || !messages.idle(); }
   void onControl(process::Peer& from, transport::Bytes message);
 
   // A signal has ended a wait of this rank: what is in flight ends on all ranks.
   void interrupt();
   bool wasInterrupted() const { return wasInterrupted_.load(); }  // [any thread]
-  // What an operation called now would end with; null while all is well.
+  // The error with which an operation called now would end; null while all is well.
   const Error* errorOfNextOperation() const;
   // The error that broke the group, in the text for the user; also for messages, which have no number.
   std::optional<Error> breakAsUserError() const;
@@ -115,9 +120,9 @@ class Group final {
   const GroupSpec spec;  // [any thread], as the next two
   const WireOption wire;
   const team::Membership membership;  // which ranks are in the group
-  calls::EndedOperations ended;       // what operations that have ended leave behind
-  team::Team team;           // what the ranks of this node tell one another in shared memory
-  plans::Channels channels;  // what ranks send to one another
+  calls::EndedOperations ended;       // collects what operations leave behind
+  team::Team team;                    // exchanges data with the ranks of this node in shared memory
+  plans::Channels channels;           // carries what ranks send to one another
   plans::PlanCache plans;    // which algorithm a call uses; the plans
   team::CallHistory calls;   // the numbers of this rank's calls, and what the last of them were
   health::Sentinel

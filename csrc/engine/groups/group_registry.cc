@@ -194,7 +194,7 @@ void GroupRegistry::keepEarly(uint64_t id, process::Peer& from, transport::Bytes
     if (asks && !farewell->empty()) tell(from, *farewell);
     return;
   }
-  // Whoever asks asks again.
+  // A rank that asks will ask again.
   if (asks) return;
   early_.push_back({id, &from, {message.begin(), message.end()}});
   earlyBytes_ += early_.back().memory();

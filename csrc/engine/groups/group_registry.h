@@ -37,15 +37,15 @@ class GroupRegistry {
     ownership_.assertOwned();
     return hasLeftAll_;
   }
-  // In the child of a fork, which has one thread and a copy of this: the groups that were not left, as a text such as
-  // group "a", group "b".
+  // For the child of a fork, which has one thread and a copy of this object. Returns the groups that the parent had not
+  // left, as a text such as group "a", group "b".
   std::string namesInChild() const SMDDP_NO_THREAD_ANALYSIS;
   // Frees the memory of groups that nobody can touch any more. A mate may leave later than this rank, so this is called
   // again and again.
   void reap();
-  // Whether anything except receives is in flight: other ranks may need this one for it.
+  // True if an operation other than a receive is in flight: other ranks may need this one for it.
   bool hasOpenExceptReceives() const;
-  // Whether the ranks of other nodes have what this one has sent them, of all groups that it has left.
+  // True if the ranks of other nodes have received everything that this one has sent in the groups that it has left.
   bool areRemoteRanksDone();
   // Forgets the groups that were left. Called at the end, when no thread runs the engine any more.
   void clear();

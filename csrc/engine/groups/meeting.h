@@ -1,5 +1,5 @@
-// How the ranks of a group that is being made hear from one another: through a store (store_meeting.h), or in messages
-// of a group that all of them are in (split.h).
+// The interface through which the ranks of a new group exchange information: through a store (store_meeting.h), or in
+// messages of a group that all of them are in (split.h).
 //
 // Engine::createGroup() calls these functions on the thread that makes the group, which does not own the engine: first
 // exchange(), then complete(), or tell() in place of either.

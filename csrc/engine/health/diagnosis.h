@@ -1,4 +1,4 @@
-// Which rank is at fault when this rank waits: looks at mates, asks ranks of other nodes (blame.h).
+// Finds the rank that is at fault when this rank waits: looks at mates, and asks ranks of other nodes (blame.h).
 //
 // Used by the thread that owns the engine.
 #pragma once
@@ -17,7 +17,7 @@ namespace smddp::engine::health {
 
 class Diagnosis {
  public:
-  // What is referred to outlives this.
+  // The arguments outlive this object.
   Diagnosis(process::Process& process, const team::Membership& membership, const team::Team& team,
             plans::Channels& channels)
       : process_(process), membership_(membership), team_(team), channels_(channels) {}
@@ -47,13 +47,14 @@ class Diagnosis {
 
   // Nothing more will come from this rank: it left, or it is gone.
   bool isLost(Rank rank) const;
-  // Nothing more that this one waits for will come from the rank. What it did before it left may still be under way.
+  // Nothing more that this one waits for will come from the rank. Messages that it sent before it left may still be
+  // under way.
   bool isLostFor(const calls::InFlight& at, Rank rank) const;
   // The last of the other ranks, if nothing more will come from any of them.
   std::optional<Rank> lostIfAllAre() const;
   // "its process died"
   std::string howLost(Rank rank) const;
-  // What had gone wrong elsewhere before the rank made no further call of this group, as the users of its rank read it.
+  // The trouble that the rank had elsewhere before it stopped making calls of this group, in the words for its user.
   std::optional<std::string> troubleOf(Rank rank) const;
 
  private:

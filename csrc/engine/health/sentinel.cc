@@ -8,12 +8,12 @@
 namespace smddp::engine::health {
 namespace {
 
-// How long it may take until peers have been told of an error: connections may have to be made for it.
+// It may take so long until peers have been told of an error: connections may have to be made for it.
 constexpr Nanoseconds kSpreading = 1'000'000'000;
-// Between the first cause of an error and how it came to this group.
+// Stands between the first cause of an error and how it came to this group.
 constexpr const char* kConsequence = "; because of that ";
 
-// What an Abort's text begins with.
+// The head of an Abort; a text follows.
 struct AbortHead {
   uint32_t kind = 0;
   int32_t lost = -1;

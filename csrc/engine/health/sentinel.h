@@ -32,11 +32,11 @@ namespace smddp::engine::health {
 
 class Sentinel {
  public:
-  // What is referred to outlives the sentinel; `metrics` may be null.
+  // The arguments outlive the sentinel; `metrics` may be null.
   Sentinel(process::Process& process, const team::Membership& membership, team::Team& team,
            plans::Channels& channels, team::CallHistory& calls, calls::EndedOperations& ended,
            observe::StatusBoard::Slot& status, observe::Metrics::Group* metrics);
-  // What runs in the group; before anything does.
+  // Takes what the sentinel watches. Call it before anything runs in the group.
   void attach(calls::Watched& operations, calls::Watched& messages) {
     watched_ = {&operations, &messages};
   }
@@ -44,7 +44,7 @@ class Sentinel {
   // Why the group takes no more calls, or none from some number on: the error that broke it, or that this rank has left
   // it. Null: it takes calls. The cause is worded for this rank.
   const calls::Break* end() const { return broken_ ? &*broken_ : left_ ? &*left_ : nullptr; }
-  // What the call of this number ends with; null: it runs.
+  // The break with which the call of this number ends; null if it runs.
   const calls::Break* endOf(uint64_t sequence) const {
     if (broken_ && broken_->concerns(sequence)) return &*broken_;
     return left_ && left_->concerns(sequence) ? &*left_ : nullptr;
@@ -65,7 +65,7 @@ class Sentinel {
   void tellOfTrouble(const std::string& text);
   // Breaks the group from the oldest operation in flight on.
   void fail(const Error& cause);
-  // How `rank` was lost, if it was. If not, probes its host.
+  // The error that says how `rank` was lost. If it was not lost, probes its host.
   std::optional<Error> howLost(Rank rank);
 
   // `action` runs with the first error that breaks the group, as a continuation, unless this rank leaves before.
@@ -119,8 +119,8 @@ class Sentinel {
   Waits waits_;
   std::array<calls::Watched*, 2> watched_{};
   std::optional<calls::Break> broken_;     // the error that broke the group, worded for this rank
-  std::optional<calls::Break> forOthers_;  // the same, as other ranks are told of it
-  std::optional<calls::Break> left_;  // this rank has left in order: what its later calls end with
+  std::optional<calls::Break> forOthers_;  // the same break, in the words for other ranks
+  std::optional<calls::Break> left_;  // this rank has left in order: the error of its later calls
   Deadline spreadingUntil_{0};
   bool checksMembers_ = false;
   std::vector<std::function<void(const Error&)>> breakActions_;  // until the group is broken

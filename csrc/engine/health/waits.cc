@@ -13,14 +13,14 @@ namespace {
 
 // Between two inquiries of one wait.
 constexpr Nanoseconds kAskPeriod = 100'000'000;
-// How often waits are written to the status board, and how long an operation has waited when it is written there.
+// Waits are written to the status board so often, once an operation has waited for so long.
 constexpr Nanoseconds kShowPeriod = 200'000'000;
-// How long an operation has waited when the log says so, although it is not known that anything is wrong: it takes
-// much longer than those before it (InFlight::usual), and longer than most that are late for a good reason.
+// The log reports an operation that has waited for so long, although nothing is known to be wrong: it takes much longer
+// than those before it (InFlight::usual), and longer than most that are late for a good reason.
 constexpr Nanoseconds kLongWait = 10'000'000'000;
 constexpr Nanoseconds kTimesUsual = 20;
-// The same, with what is known. To find out that a host cannot be reached, or that a rank is silent, takes some time
-// already.
+// Returns after how long the log reports a wait, given its cause. It takes some time already to find out that a host
+// cannot be reached, or that a rank is silent.
 Nanoseconds reportAfter(const team::Blame& blame, Nanoseconds usual) {
   switch (blame.why) {
     case team::Blame::Why::Stopped: return 1'000'000'000;

@@ -1,5 +1,5 @@
-// What the operations of one group have waited for, and how long. Asks the awaited ranks, tells mates whom this rank
-// blames, and says in the log and on the status board what has waited for long.
+// Keeps what the operations of one group have waited for, and how long. Asks the awaited ranks, tells mates whom this
+// rank blames, and says in the log and on the status board what has waited for long.
 //
 // Used by the thread that owns the engine.
 #pragma once
@@ -22,7 +22,7 @@ namespace smddp::engine::health {
 
 class Waits {
  public:
-  // What is passed outlives this; `metrics` may be null.
+  // The arguments outlive this object; `metrics` may be null.
   Waits(process::Process& process, const team::Membership& membership, team::Team& team,
         Diagnosis& diagnosis, observe::StatusBoard::Slot& status, observe::Metrics::Group* metrics);
 
@@ -32,7 +32,7 @@ class Waits {
   std::string progressOf(const calls::InFlight& at) const;
 
  private:
-  // What is known about an operation that waits.
+  // An operation that waits, with all that is known about it.
   struct Wait {
     Nanoseconds since = 0;
     Nanoseconds askedAt = 0;

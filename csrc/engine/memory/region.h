@@ -1,5 +1,5 @@
-// What a rank shares with the ranks of its node for one group: a region of its slab. Written by its owner only,
-// read by its mates. The layout is the same in every process of one build.
+// The region of its slab that a rank shares with the ranks of its node for one group. Written by its owner only, read
+// by its mates. The layout is the same in every process of one build.
 //
 //   RegionHeader | tracks x TrackHeader | tracks x 2 halves of staging memory (page aligned)
 //
@@ -35,15 +35,16 @@ constexpr uint64_t counterValue(uint64_t execution, int64_t value) {
   return execution << kValueBits | static_cast<uint64_t>(value);
 }
 
-// Where the buffers of a rank for one execution lie in communication memory.
+// The places in communication memory of the buffers of a rank for one execution.
 struct BufferLocations {
   transport::shm::Location input;
   transport::shm::Location output;
 };
 
-// What a rank publishes when it arrives at an execution: all that the ranks of a node must agree on. `number` is stored
-// last, with release order: a mate that has seen it sees all other fields. Executions use the two records in turn: a
-// record is written again only after everyone has arrived at the execution in between, hence has read it.
+// The record that a rank publishes when it arrives at an execution: all that the ranks of a node must agree on.
+// `number` is stored last, with release order: a mate that has seen it sees all other fields. Executions use the two
+// records in turn: a record is written again only after everyone has arrived at the execution in between, hence has
+// read it.
 struct alignas(2 * kCacheLine) Arrival {
   std::atomic<uint64_t> number{0};  // Track::executionNumber: counts the executions of this track
   transport::CallFingerprint fingerprint;
@@ -80,7 +81,7 @@ inline constexpr uint32_t kMaxBreaks = 4;
 // Zeroed memory is a valid header. It is never constructed, because mates that have not noticed yet that the region was
 // given up may look at it at any time (RegionPool).
 struct alignas(kCacheLine) RegionHeader {
-  // Whose region this is: what GroupEntry::groupId says. Another value once its owner has given it up.
+  // The group that owns this region (GroupEntry::groupId). It has another value once the owner has given the region up.
   std::atomic<uint64_t> group{0};
   std::atomic<uint32_t> numBreaks{0};  // stored after the record
   std::atomic<uint32_t> left{0};       // this rank has destroyed the group

@@ -1,5 +1,5 @@
-// What the calls of a process do, counted while SMDDP_METRICS is set: how many there were, how long they took, and how
-// long this rank waited in them for others. MetricsWriter writes it to files.
+// Counts the calls of a process while SMDDP_METRICS is set: how many there were, how long they took, and how long this
+// rank waited in them for others. MetricsWriter writes it to files.
 //
 // Counters are kept by group, collective, algorithm and size. They stay when a group ends, because readers take
 // differences between two looks.
@@ -38,8 +38,8 @@ class Tally {
   std::atomic<uint64_t> value_{0};
 };
 
-// How often a duration lay in each of the intervals that begin with 1 us and double, up to 67 s; the last one has all
-// that were longer.
+// A histogram of durations. Its intervals begin with 1 us and double, up to 67 s; the last one has all that were
+// longer.
 namespace durations {
 inline constexpr size_t kLimits = 27;
 inline constexpr size_t kBuckets = kLimits + 1;
@@ -63,7 +63,7 @@ constexpr size_t classOf(int64_t bytes) {
 }
 }  // namespace sizes
 
-// How long an execution waited for others while it had nothing else to do.
+// The time that an execution waited for others while it had nothing else to do.
 struct Waited {
   Nanoseconds node = 0;     // at the arrival, for the last rank of this node
   Nanoseconds network = 0;  // after it, for the first data of another node
@@ -80,7 +80,7 @@ class Metrics {
       duration_.add(duration);
       bytes_.add(static_cast<uint64_t>(bytes));
     }
-    // What an execution, of one or several calls, has sent to other nodes, and how long it has waited.
+    // Counts the bytes that an execution of one or several calls has sent to other nodes, and how long it has waited.
     void countExecution(int64_t wireBytes, const Waited& waited) {
       if (wireBytes > 0) wireBytes_.add(static_cast<uint64_t>(wireBytes));
       if (waited.node > 0) waitedForNode_.add(waited.node);
@@ -129,7 +129,7 @@ class Metrics {
   static constexpr size_t kMaxGroups = 64;
   std::shared_ptr<Group> group(const std::string& name);
 
-  // What was counted so far, in an order that does not change. Calls that never happened are left out.
+  // All counts so far, in an order that does not change. Calls that never happened are left out.
   struct CallTotals {
     std::string group, collective, algorithm, size;
     std::array<uint64_t, durations::kBuckets> byDuration{};

@@ -12,7 +12,7 @@ namespace {
 
 double seconds(Nanoseconds time) { return static_cast<double>(time) * 1e-9; }
 
-// In quotes, as both formats write texts: names of groups may contain anything.
+// Puts a text in quotes, as both formats want it: names of groups may contain any character.
 std::string inQuotes(std::string_view text) {
   std::string result = "\"";
   for (const char c : text) {

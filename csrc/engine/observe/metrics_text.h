@@ -7,7 +7,7 @@
 
 namespace smddp::engine::observe {
 
-// What is the same for all numbers of a process.
+// The labels that all numbers of a process have.
 struct MetricsOrigin {
   std::string host;
   int pid = 0;

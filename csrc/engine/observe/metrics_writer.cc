@@ -10,7 +10,6 @@
 #include <optional>
 #include <system_error>
 
-#include "common/config.h"
 #include "common/error.h"
 #include "common/file_descriptor.h"
 #include "common/log.h"
@@ -22,7 +21,7 @@ namespace {
 
 using SteadyClock = std::chrono::steady_clock;
 
-// How long stop() waits for a file system.
+// stop() waits so long for a file system.
 constexpr auto kLastWrite = std::chrono::seconds(2);
 
 // Returns why not, or 0.
@@ -50,7 +49,8 @@ int replace(const std::string& path, const std::string& text) {
 }  // namespace
 
 struct MetricsWriter::State {
-  explicit State(std::shared_ptr<const Metrics> counted) : metrics(std::move(counted)) {}
+  State(std::shared_ptr<const Metrics> counted, const Settings& settings)
+      : metrics(std::move(counted)), pattern(settings.metrics), interval(settings.metricsSeconds) {}
 
   // The thread.
   void run();
@@ -58,21 +58,23 @@ struct MetricsWriter::State {
   void report(const std::string& path, int reason);
 
   const std::shared_ptr<const Metrics> metrics;
+  const FilePattern pattern;
+  const std::chrono::seconds interval;
   Mutex mutex;
   ConditionVariable changed;
   bool isDue SMDDP_GUARDED_BY(mutex) = false;
   bool isStopping SMDDP_GUARDED_BY(mutex) = false;
   bool hasEnded SMDDP_GUARDED_BY(mutex) = false;
 
-  // Of the thread.
+  // Only the thread uses these.
   SteadyClock::time_point writtenAt = SteadyClock::now();
-  Metrics::Totals before;  // as of the last line of JSON, and when that was
+  Metrics::Totals before;  // the totals of the last line of JSON; `lineAt` is when that was
   SteadyClock::time_point lineAt = writtenAt;
   bool isReported = false;
 };
 
-std::shared_ptr<Metrics> MetricsWriter::metricsFromSettings() {
-  const FilePattern& pattern = settings().metrics;
+std::shared_ptr<Metrics> MetricsWriter::metricsFor(const Settings& settings) {
+  const FilePattern& pattern = settings.metrics;
   if (pattern.empty()) return nullptr;
   if (!pattern.names('p') && !pattern.names('r')) {
     raise(ErrorKind::Usage,
@@ -83,8 +85,8 @@ std::shared_ptr<Metrics> MetricsWriter::metricsFromSettings() {
   return std::make_shared<Metrics>();
 }
 
-MetricsWriter::MetricsWriter(std::shared_ptr<const Metrics> metrics)
-    : state_(std::make_shared<State>(std::move(metrics))) {
+MetricsWriter::MetricsWriter(std::shared_ptr<const Metrics> metrics, const Settings& settings)
+    : state_(std::make_shared<State>(std::move(metrics), settings)) {
   try {
     thread_ = std::thread([state = state_] { state->run(); });
   } catch (const std::system_error& error) {
@@ -123,7 +125,6 @@ void MetricsWriter::forget() {
 
 void MetricsWriter::State::run() {
   pthread_setname_np(pthread_self(), "smddp-metrics");
-  const auto interval = std::chrono::seconds(settings().metricsSeconds);
   for (bool isLast = false; !isLast;) {
     {
       const auto next = writtenAt + interval;
@@ -141,7 +142,7 @@ void MetricsWriter::State::run() {
 
 void MetricsWriter::State::write() {
   const int rank = processRank();
-  const auto path = settings().metrics.path(rank);
+  const auto path = pattern.path(rank);
   writtenAt = SteadyClock::now();
   // A process without a rank has made no call.
   if (!path) return;
@@ -153,10 +154,10 @@ void MetricsWriter::State::write() {
   Metrics::Totals totals = metrics->totals();
   const std::string lines = *path + ".jsonl", snapshot = *path + ".prom";
   report(snapshot, replace(snapshot, prometheusText(origin, totals)));
-  const double interval = std::chrono::duration<double>(writtenAt - lineAt).count();
-  const int failed = observe::write(lines, O_APPEND, jsonLine(origin, interval, before, totals));
+  const double seconds = std::chrono::duration<double>(writtenAt - lineAt).count();
+  const int failed = observe::write(lines, O_APPEND, jsonLine(origin, seconds, before, totals));
   report(lines, failed);
-  // What could not be written will be in the next line.
+  // The next line will have what could not be written.
   if (failed != 0) return;
   before = std::move(totals);
   lineAt = writtenAt;
@@ -166,7 +167,7 @@ void MetricsWriter::State::report(const std::string& path, int reason) {
   if (reason == 0 || isReported) return;
   isReported = true;
   SMDDP_LOG(Warn, "engine", "cannot write {} ({}), which SMDDP_METRICS={} names: training goes on",
-            path, std::generic_category().message(reason), settings().metrics.text);
+            path, std::generic_category().message(reason), pattern.text);
 }
 
 }  // namespace smddp::engine::observe

@@ -10,16 +10,18 @@
 #include <memory>
 #include <thread>
 
+#include "common/config.h"
 #include "engine/observe/metrics.h"
 
 namespace smddp::engine::observe {
 
 class MetricsWriter {
  public:
-  // The counters of SMDDP_METRICS; null if that is not set. Throws Usage if its ranks would write to the same file.
-  static std::shared_ptr<Metrics> metricsFromSettings();
+  // The counters of a process with these settings; null if it counts nothing (SMDDP_METRICS). Throws Usage if ranks
+  // would write to the same file.
+  static std::shared_ptr<Metrics> metricsFor(const Settings& settings);
 
-  explicit MetricsWriter(std::shared_ptr<const Metrics> metrics);
+  MetricsWriter(std::shared_ptr<const Metrics> metrics, const Settings& settings);
   ~MetricsWriter() { stop(); }
   MetricsWriter(const MetricsWriter&) = delete;
   MetricsWriter& operator=(const MetricsWriter&) = delete;

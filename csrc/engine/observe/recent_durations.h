@@ -1,4 +1,4 @@
-// How long the last executions of a plan took.
+// Remembers how long the last executions of a plan took.
 #pragma once
 
 #include <algorithm>

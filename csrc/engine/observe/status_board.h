@@ -1,5 +1,5 @@
-// What a process shows to `smddp status` (smddp/tools/status.py), which reads it without stopping anybody: a segment
-// with a slot for each group. Readers find it in /proc/<pid>/fd by its name, and map it for reading only.
+// Shows the state of a process to `smddp status` (smddp/tools/status.py), which reads it without stopping anybody: in a
+// segment with a slot for each group. Readers find it in /proc/<pid>/fd by its name, and map it for reading only.
 //
 //   byte  0         8     12       16         | 1024 · (1 + n): slot n
 //         | magic   | pid | kSlots | startTime|

@@ -40,7 +40,7 @@ enum class Event { Turn, Break };
 
 class Execution {
  public:
-  // What is passed outlives this. `isCounted`: metrics are kept of it.
+  // The arguments outlive this object. `isCounted`: metrics count it.
   Execution(process::Process& process, const team::Membership& membership, team::Team& team,
             plans::Channels& channels, plans::PlanCache& plans, bool isCounted, int64_t index);
   Execution(const Execution&) = delete;
@@ -50,24 +50,24 @@ class Execution {
   plans::Executor executor;
   Phase phase = Phase::Idle;
   Nanoseconds beganAt = 0;
-  // What metrics say of the execution, and since when it waits for what it does not wait for yet; 0: it does not.
+  // The waiting times for metrics, and the moment at which the present wait began; 0 if the execution does not wait.
   observe::Waited waited;
   Nanoseconds waitsSince = 0;
   std::vector<Operation> operations;  // several when fused
   team::Agreement agreement;          // from Agreed on
   size_t plannedFor = 0;              // so many operations, by the plan that has begun; 0: none has
-  collectives::Shape shape;           // of all of them together
+  collectives::Shape shape;           // the shape of all of them together
   calls::Pieces input, output;
-  plans::PlanCache::Held entry;  // its plan; held until the next execution on this track has one
-  // Where this rank's buffers lie in communication memory. Null: they are private, or the choice of the plan does not
-  // depend on that.
+  plans::PlanCache::Held entry;  // keeps its plan until the next execution on this track has one
+  // The places of this rank's buffers in communication memory. Null: they are private, or the choice of the plan does
+  // not depend on that.
   std::optional<memory::BufferLocations> buffers;
 
   // Gives a new execution its number on the track.
   void renew();
   // Sets the shape and the buffers: those of all operations, one behind the other.
   void combine();
-  // Where mates find this rank's buffers, if all of them lie in communication memory.
+  // The places at which mates find this rank's buffers, if all of them lie in communication memory.
   std::optional<memory::BufferLocations> locate() const;
 
   // Conditions of transitions.
@@ -85,8 +85,8 @@ class Execution {
   void chooseAgain();
   void sendGrants();
 
-  // What a caller that waits does in place of a plan's steps (Operations::runOneShot). True if it has summed; false if
-  // the other ranks are late.
+  // Does the work of a plan's steps at once, for a caller that waits (Operations::runOneShot). True if it has summed;
+  // false if the other ranks are late.
   bool sumAtOnce(const plans::PlanCache::Entry& oneShot, const calls::Request& request,
                  const transport::CallFingerprint& call);
   // It cannot advance. For metrics.

@@ -36,13 +36,13 @@ struct Transfer {
   int64_t bytes = 0;
   int64_t moved = 0;       // handed to the channel, or taken out of it
   uint64_t lastPut = 0;    // number of its last data message
-  bool oneRun = false;     // of a receive: the sender's buffer is one run
+  bool oneRun = false;     // a receive: the sender's buffer is one run
   bool isMatched = false;  // both ranks have called
 };
 
 class Matcher {
  public:
-  // What the matcher asks of its group.
+  // The services of its group that the matcher uses.
   class Host {
    public:
     virtual ~Host() = default;
@@ -50,7 +50,7 @@ class Matcher {
     virtual transport::SendChannel& sendChannel(Rank to) = 0;
     virtual transport::ReceiveChannel& receiveChannel(Rank from) = 0;
     virtual void finish(Transfer& transfer) = 0;
-    // Whether control messages to this rank still wait for room.
+    // True if control messages to this rank still wait for room.
     virtual bool backlogged(Rank to) = 0;
     // The number of a rank in texts.
     virtual Rank jobRank(Rank rank) const { return rank; }
@@ -83,7 +83,7 @@ class Matcher {
     int64_t bytes;
     bool
         oneRun;  // the sender's buffer is one run, so all data messages but the last fill their slot
-    std::vector<std::byte> data = {};  // of a buffered message
+    std::vector<std::byte> data = {};  // the contents of a buffered message
     bool buffered = false;
     size_t memory() const { return sizeof *this + data.size(); }
   };

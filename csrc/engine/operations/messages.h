@@ -15,7 +15,7 @@ namespace smddp::engine::operations {
 
 class Messages final : public calls::Watched, private Matcher::Host {
  public:
-  // What is referred to outlives this. `metrics` may be null.
+  // The arguments outlive this object; `metrics` may be null.
   Messages(process::Process& process, const team::Membership& membership, plans::Channels& channels,
            calls::EndedOperations& ended, observe::Metrics::Group* metrics);
 

@@ -93,7 +93,7 @@ Operations::Operations(process::Process& process, const team::Membership& member
                        team::Team& team, plans::Channels& channels, plans::PlanCache& plans,
                        team::CallHistory& calls, health::Sentinel& sentinel,
                        calls::EndedOperations& ended, observe::Metrics::Group* metrics,
-                       int64_t numTracks)
+                       int64_t numTracks, int64_t fusionBytes)
     : process_(process),
       membership_(membership),
       team_(team),
@@ -101,7 +101,8 @@ Operations::Operations(process::Process& process, const team::Membership& member
       calls_(calls),
       sentinel_(sentinel),
       ended_(ended),
-      metrics_(metrics) {
+      metrics_(metrics),
+      fusionBytes_(fusionBytes) {
   for (int64_t index = 0; index < numTracks; ++index) {
     tracks_.push_back(std::make_unique<Execution>(process_, membership_, team_, channels, plans_,
                                                   metrics_ != nullptr, index));
@@ -190,8 +191,7 @@ void Operations::takeFusable(std::vector<Operation>& taken) {
     if (conflicts(taken, pending_.front())) break;
     bytes += next.bytes;
     if (next.collective != first.collective || next.type != first.type || next.op != first.op ||
-        next.factor != first.factor || bytes > settings().fusionBytes ||
-        !canFuse(first.bytes, bytes)) {
+        next.factor != first.factor || bytes > fusionBytes_ || !canFuse(first.bytes, bytes)) {
       break;
     }
     taken.push_back(std::move(pending_.front()));
@@ -199,9 +199,9 @@ void Operations::takeFusable(std::vector<Operation>& taken) {
   }
 }
 
-// Whether requests of `first` bytes may grow to `together` bytes in one execution: the same algorithm serves both, and
-// it copies before the arrival (one_shot). A rank that has more requests than the others learns that at the arrival,
-// when it has copied all of them; what it copied must also serve the plan for fewer.
+// True if a request of `first` bytes may become one of `together` bytes in one execution: the same algorithm serves
+// both, and it copies before the arrival (one_shot). A rank that has more requests than the others learns that at the
+// arrival, when it has copied all of them; what it copied must also serve the plan for fewer.
 bool Operations::canFuse(int64_t first, int64_t together) {
   const collectives::Choice* choice = plans_.get({Collective::AllReduce, first}).choice;
   return choice->preamble != collectives::Preamble::NoCopy &&
@@ -254,8 +254,8 @@ bool Operations::step(Event event, Execution& state) {
   return false;
 }
 
-// Only this rank knows where its buffers lie, so others may begin an execution that this one holds back. Those that are
-// in flight do not need it, so they end, and then it begins.
+// Only this rank knows where its buffers lie, so others may begin an execution that this one holds back. Executions in
+// flight do not need the one that is held back. So they end, and then it begins.
 bool Operations::hasNext(Execution&) {
   if (pending_.empty()) return false;
   const Operation& next = pending_.front();

@@ -9,8 +9,8 @@
 // the life of an execution.
 //
 // Ends an operation with its result. Errors go to the sentinel, which ends the operations that they concern
-// (endBroken()). What the constructor takes outlives this; `metrics` may be null. Used by the thread that owns the
-// engine.
+// (endBroken()). The arguments of the constructor outlive this object; `metrics` may be null. Fused allreduces have at
+// most `fusionBytes` together. Used by the thread that owns the engine.
 #pragma once
 
 #include <deque>
@@ -39,7 +39,7 @@ class Operations final : public calls::Watched {
   Operations(process::Process& process, const team::Membership& membership, team::Team& team,
              plans::Channels& channels, plans::PlanCache& plans, team::CallHistory& calls,
              health::Sentinel& sentinel, calls::EndedOperations& ended,
-             observe::Metrics::Group* metrics, int64_t numTracks);
+             observe::Metrics::Group* metrics, int64_t numTracks, int64_t fusionBytes);
 
   // Queues an operation. It begins in advance().
   void submit(calls::Request request, calls::CompletionPtr completion);
@@ -80,12 +80,13 @@ class Operations final : public calls::Watched {
   void end(Execution& state);
   void abandon(Execution& state);
 
-  // Of runOneShot(): the plan, if the fast path serves the call; and for a call that is to go on in the table.
+  // Parts of runOneShot(): the first returns the plan if the fast path serves the call; the second lets the call go on
+  // in the table.
   const plans::PlanCache::Entry* oneShotPlan(const calls::Request& request);
   void goOnInTable(Execution& state, Operation operation);
   // The execution in flight that began first; null if there is none.
   Execution* oldestInFlight();
-  // Where the next execution will run.
+  // The track on which the next execution will run.
   Execution& nextTrack() { return *tracks_[started_ % tracks_.size()]; }
   // Counts an execution and its calls, `now` when they end. For metrics.
   void count(const Execution& state, Nanoseconds now);
@@ -103,6 +104,7 @@ class Operations final : public calls::Watched {
   health::Sentinel& sentinel_;
   calls::EndedOperations& ended_;
   observe::Metrics::Group* const metrics_;  // null: nothing is counted
+  const int64_t fusionBytes_;
   std::vector<std::unique_ptr<Execution>> tracks_;
   std::deque<Operation> pending_;
   uint64_t started_ = 0;  // executions

@@ -56,8 +56,9 @@ CachedPlan::CachedPlan(plan::Plan made)
     const Ref& ref = plan.refs[i];
     if (ref.space == Space::Message) channelOfRef[i] = find(ref.owner, ref.poolOrStream);
   }
-  // Where the slots that a step uses end, in the half. Example: a pool of 2 slots of 64 bytes at 0, and a step with
-  // offset 0 and length 8: 0 + 1 · 64 + 0 + 8 = 72. An affine offset is greatest in the first or the last trip.
+  // Returns the end, in the half, of the slots that a step uses. Example: a pool of 2 slots of 64 bytes at 0, and a
+  // step with offset 0 and length 8: 0 + 1 · 64 + 0 + 8 = 72. An affine offset is greatest in the first or the last
+  // trip.
   const auto slotsEnd = [&](const Step& step, int64_t trips) {
     int64_t end = 0;
     for (uint32_t i = 0; i < step.numDestinations + uint32_t{step.numSources}; ++i) {
@@ -92,7 +93,7 @@ CachedPlan::CachedPlan(plan::Plan made)
 }
 
 size_t CachedPlan::heapBytes() const {
-  constexpr size_t kOverhead = 16;  // of each allocation
+  constexpr size_t kOverhead = 16;  // bytes that each allocation takes beside its contents
   const auto of = [](const auto& values) {
     return values.capacity() == 0 ? 0 : kOverhead + values.capacity() * sizeof(*values.data());
   };

@@ -21,7 +21,7 @@ namespace smddp::engine::plans {
 
 class Channels {
  public:
-  // What is referred to outlives the channels.
+  // The arguments outlive the channels.
   Channels(process::Process& process, const team::Membership& membership,
            const plan::Limits& limits);
   ~Channels();
@@ -40,10 +40,10 @@ class Channels {
 
   // Sends a control message of the engine. Throws Resource if there is no descriptor for a connection.
   void control(Rank to, transport::Bytes message);
-  // The same for what a rank can do without: if there is none, nothing is sent. So it is safe where an error is
-  // handled.
+  // Sends a message that the other rank can do without: if there is no descriptor, it sends nothing. So it is safe
+  // where an error is handled.
   void tell(Rank to, transport::Bytes message);
-  // Whether control messages to this rank still wait for room.
+  // True if control messages to this rank still wait for room.
   bool hasBacklog(Rank to) const { return peerOf(to).table->hasBacklog(); }
 
   // This rank no longer uses the channels.

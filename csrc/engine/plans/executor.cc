@@ -237,7 +237,7 @@ void Executor::moveEncoded(const Step& step, int64_t trip) {
         step.hasResidual ? reinterpret_cast<float*>(resolve(residualRef, trip, done, length).data)
                          : nullptr;
     bool isInPieces = false;
-    // Where the plain vector lies, or room for a piece of it that is not one run.
+    // Finds the place of the plain vector, or room for a piece of it that is not one run.
     const auto find = [&](uint32_t i, bool reads) {
       const uint32_t refIndex = step.firstRef + i;
       const Ref& ref = plan.refs[refIndex];
@@ -382,7 +382,7 @@ void Executor::writeStreaming(const Step& step, int64_t bytes, bool copies,
   }
 }
 
-// What a put carries, as far as it lies in one run of bytes.
+// Returns what a put carries, as far as it lies in one run of bytes.
 transport::Payload Executor::payloadOf(const Step& step, int64_t trip) const {
   const Ref& ref = cached_->plan.source(step, 0);
   if (ref.space == Space::Input) return binding_.input.payload(ref.offset.at(trip), step.length);

@@ -25,13 +25,13 @@
 
 namespace smddp::engine::plans {
 
-// What one execution runs a plan for: buffers, and the call.
+// The buffers and the call for which one execution runs a plan.
 struct Binding {
   calls::Buffer input;
   calls::Buffer output;
   std::vector<std::byte*> mateInputs;  // by local index; empty except for zero-copy plans
   std::vector<std::byte*> mateOutputs;
-  float* residual = nullptr;  // of plans with error feedback
+  float* residual = nullptr;  // used by plans with error feedback
   DataType type = DataType::uint8;
   ReduceOp op = ReduceOp::SUM;
   reduction::Scale scale;  // factor and divisor
@@ -66,12 +66,12 @@ class Executor {
   bool advance();
   bool preambleDone() const { return preambleNext_ == cached_->plan.preamble.numSteps; }
   bool done() const { return done_; }
-  // Whether data of another node has come.
+  // True if data of another node has come.
   bool hasReceived() const { return hasReceived_; }
   BlockedStep blockedStep() const;
 
  private:
-  // Where a lane stands: at a step of a block, in one of the block's iterations.
+  // The position of a lane: at a step of a block, in one of the block's iterations.
   struct Position {
     uint32_t block = 0;
     uint32_t step = 0;
@@ -87,13 +87,13 @@ class Executor {
   // A copy of a message whose source is not one run of bytes.
   struct Gathered {
     const transport::SendChannel* channel = nullptr;
-    uint64_t number = 0;  // of the message on the channel
+    uint64_t number = 0;  // the number of the message on the channel
     std::vector<std::byte> bytes{};
   };
 
   bool advanceLane(size_t lane);
   bool execute(uint32_t stepIndex, int64_t trip);
-  // What a copy or reduction computes.
+  // The computation of a copy or reduction.
   struct Arithmetic {
     ReduceOp op;
     reduction::Scale scale;
@@ -113,7 +113,8 @@ class Executor {
   transport::Payload payloadOf(const plan::Step& step, int64_t trip) const;
   bool put(const plan::Step& step, uint32_t stepIndex, int64_t trip);
   bool received(const plan::Step& step, uint32_t stepIndex, int64_t trip);
-  // Whether the network no longer reads what this execution has put on one of its channels, or on all of them.
+  // True if the network no longer reads the memory that this execution has put on one of its channels, or on all of
+  // them.
   bool isFlushed(size_t channel) const;
   bool flushed() const;
   void addAwaited(const plan::Step& step, int64_t trip, std::set<Rank>& awaited) const;
@@ -135,14 +136,14 @@ class Executor {
   bool done_ = true;
   int64_t exchanged_ = 0;  // bytes, with other nodes
   bool hasReceived_ = false;
-  // As many as the network reads at a time; none when the execution has ended.
+  // Has as many copies as the network reads at a time, and none when the execution has ended.
   std::deque<Gathered> gathered_;
   // Scratch of move(), kept to save allocations.
   std::vector<void*> destinations_;
   std::vector<const void*> sources_;
   // Holds one summed piece whose only destinations are staging memory.
   std::vector<std::byte> sums_;
-  // Of moveEncoded(): its operands, and pieces of vectors that do not lie in one run of bytes.
+  // moveEncoded() uses these: its operands, and pieces of vectors that do not lie in one run of bytes.
   std::vector<reduction::Source> encodedSources_;
   std::vector<reduction::Destination> encodedDestinations_;
   std::vector<std::byte> pieces_;

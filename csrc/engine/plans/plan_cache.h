@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <list>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -25,50 +26,55 @@
 
 namespace smddp::engine::plans {
 
-// How often an algorithm ran on this rank, and what this rank moved. smddp.statistics() shows it.
+// Counts how often an algorithm ran on this rank, and how many bytes this rank moved. smddp.statistics() shows it.
 struct AlgorithmUse {
   uint64_t calls = 0;
-  uint64_t bytes = 0;        // of the calls' vectors (Shape::bytes)
+  uint64_t bytes = 0;        // the sum over the calls' vectors (Shape::bytes)
   uint64_t memoryBytes = 0;  // read by its copies and reductions
   uint64_t fabricBytes = 0;  // sent to other nodes
   uint64_t zeroCopy = 0;     // calls that staged nothing
 };
 
-// How an execution begins, once the plan for private buffers has been found.
+// The way in which an execution begins, once the plan for private buffers has been found.
 enum class Start : uint8_t {
   // If another plan would be used when all ranks have shared buffers, a rank with shared buffers arrives without
   // copying, and waits with its decision.
   DecideAfterArrival,
   RunPlan,  // every rank runs it, since it is used for shared buffers, too
-  OneShot,  // the same, and it is one copy, the arrival and one sum (Operations::runOneShot)
+  OneShot,  // as RunPlan; it is one copy, the arrival and one sum (Operations::runOneShot)
 };
 
 class PlanCache {
  public:
-  // overrides: the algorithms that the group asks for, as in SMDDP_ALGORITHM. If empty, SMDDP_ALGORITHM decides.
+  // groupOverrides: the algorithms that the group asks for, as in SMDDP_ALGORITHM. If empty, Settings::algorithm
+  // decides.
+  // tuning: the rows of SMDDP_TUNING_FILE.
   // wire: how calls travel between nodes that may be encoded.
   // metrics: counts calls if it is not null.
-  // limitBytes: of all plans together, except those that are held and the one asked for last.
-  PlanCache(const plan::Topology& topology, const plan::Limits& limits, std::string overrides,
-            Wire wire = Wire::fp32, observe::Metrics::Group* metrics = nullptr,
-            size_t limitBytes = static_cast<size_t>(settings().planCacheBytes))
+  PlanCache(const plan::Topology& topology, const plan::Limits& limits, const Settings& settings,
+            const std::string& groupOverrides = "",
+            std::shared_ptr<const collectives::Tuning> tuning =
+                std::make_shared<const collectives::Tuning>(),
+            Wire wire = Wire::fp32, observe::Metrics::Group* metrics = nullptr)
       : topology_(topology),
         limits_(limits),
-        overrides_(std::move(overrides)),
+        overrides_(groupOverrides.empty() ? settings.algorithm : groupOverrides),
+        isOfGroup_(!groupOverrides.empty()),
+        tuning_(std::move(tuning)),
+        oneShotBytes_(settings.oneShotBytes),
+        limitBytes_(static_cast<size_t>(settings.planCacheBytes)),
         wire_(wire),
-        metrics_(metrics),
-        limitBytes_(limitBytes) {}
+        metrics_(metrics) {}
 
   struct Entry {
     collectives::Shape shape;
-    AlgorithmUse* use;                     // of all entries with this algorithm
-    observe::Metrics::Algorithm* metrics;  // the same; null: calls are not counted
+    AlgorithmUse* use;                     // shared by all entries with this algorithm
+    observe::Metrics::Algorithm* metrics;  // shared, too; null: calls are not counted
     CachedPlan cached;
     const collectives::Choice* choice;
     Start start = Start::DecideAfterArrival;
-    size_t bytes = 0;  // what the cache keeps for it
-    mutable observe::RecentDurations
-        recent{};                  // of its executions, from their beginning to their end
+    size_t bytes = 0;                           // bytes that the cache keeps for the entry
+    mutable observe::RecentDurations recent{};  // durations of its executions
     mutable uint32_t holders = 0;  // Held
 
     // Counts one execution of the plan: the operations in it, and the bytes of their vectors.
@@ -109,11 +115,12 @@ class PlanCache {
     return collectives::encodedAs(topology_, request.collective, bytes, wanted);
   }
 
-  // What forbids allreduces to travel in other formats, such as "SMDDP_ALGORITHM=allreduce=ring"; null: nothing.
+  // The setting that forbids allreduces to travel in other formats, such as "SMDDP_ALGORITHM=allreduce=ring"; null:
+  // nothing.
   std::optional<std::string> whyOnlyFp32() const {
-    if (collectives::knowsFormats(collectives::Collective::AllReduce, overrides(), origin()))
+    if (collectives::knowsFormats(collectives::Collective::AllReduce, overrides_, origin()))
       return {};
-    return fmt::format("{}={}", origin(), overrides());
+    return fmt::format("{}={}", origin(), overrides_);
   }
 
   // Valid until the next get(), or as long as it is held.
@@ -133,11 +140,11 @@ class PlanCache {
 
   // The algorithm of the plan that get() would return; null where it would throw.
   const collectives::Choice* choiceFor(const collectives::Shape& shape) const {
-    return collectives::find(topology_, limits_, shape, settings().oneShotBytes, overrides(),
-                             origin(), collectives::tuningFromSettings());
+    return collectives::find(topology_, limits_, shape, oneShotBytes_, overrides_, origin(),
+                             *tuning_);
   }
 
-  // Of all plans that the cache keeps.
+  // Bytes and number of all plans that the cache keeps.
   size_t bytes() const { return bytes_; }
   size_t size() const { return entries_.size(); }
 
@@ -148,36 +155,32 @@ class PlanCache {
     return ran;
   }
 
-  // What choose() asks, in its order: "SMDDP_ALGORITHM=allreduce=ring, then the built-in table".
+  // The sources that choose() asks, in its order: "SMDDP_ALGORITHM=allreduce=ring, then the built-in table".
   std::string sources() const {
     std::string text;
     if (!overrides_.empty()) {
-      text = fmt::format("the group's {}, then ", overrides_);
-    } else if (!settings().algorithm.empty()) {
-      text = fmt::format("SMDDP_ALGORITHM={}, then ", settings().algorithm);
+      text =
+          fmt::format("{}{}, then ", isOfGroup_ ? "the group's " : "SMDDP_ALGORITHM=", overrides_);
     }
-    if (const auto& tuning = collectives::tuningFromSettings(); !tuning.origin().empty()) {
+    if (!tuning_->origin().empty()) {
       const auto isForUs = [&](const auto& row) {
         return collectives::isForLayout(row, topology_);
       };
-      text +=
-          fmt::format("SMDDP_TUNING_FILE={} ({} row{}, {} for these nodes), then ", tuning.origin(),
-                      tuning.rows().size(), tuning.rows().size() == 1 ? "" : "s",
-                      std::count_if(tuning.rows().begin(), tuning.rows().end(), isForUs));
+      text += fmt::format("SMDDP_TUNING_FILE={} ({} row{}, {} for these nodes), then ",
+                          tuning_->origin(), tuning_->rows().size(),
+                          tuning_->rows().size() == 1 ? "" : "s",
+                          std::count_if(tuning_->rows().begin(), tuning_->rows().end(), isForUs));
     }
     return text + "the built-in table";
   }
 
  private:
   const collectives::Choice& choose(const collectives::Shape& shape) const {
-    return collectives::select(topology_, limits_, shape, settings().oneShotBytes, overrides(),
-                               origin(), collectives::tuningFromSettings());
+    return collectives::select(topology_, limits_, shape, oneShotBytes_, overrides_, origin(),
+                               *tuning_);
   }
-  // What asks for algorithms, and where the user wrote that.
-  const std::string& overrides() const {
-    return overrides_.empty() ? settings().algorithm : overrides_;
-  }
-  const char* origin() const { return overrides_.empty() ? "SMDDP_ALGORITHM" : "algorithm"; }
+  // The place where the user wrote the overrides.
+  const char* origin() const { return isOfGroup_ ? "algorithm" : "SMDDP_ALGORITHM"; }
   Entry build(const collectives::Shape& shape) {
     const collectives::Choice& choice = choose(shape);
     Entry entry{.shape = shape,
@@ -228,19 +231,22 @@ class PlanCache {
     }
   };
 
-  // Of an entry beside what its plan has on the heap: nodes of the list and of the map, a bucket.
+  // The bytes of an entry beside those that its plan has on the heap: nodes of the list and of the map, a bucket.
   static constexpr size_t kOverheadBytes = sizeof(Entry) + sizeof(collectives::Shape) + 64;
 
   const plan::Topology& topology_;
   const plan::Limits& limits_;
-  const std::string overrides_;
+  const std::string overrides_;  // the algorithms that the user asks for
+  const bool isOfGroup_;         // not those of SMDDP_ALGORITHM
+  const std::shared_ptr<const collectives::Tuning> tuning_;
+  const int64_t oneShotBytes_;
+  const size_t limitBytes_;  // of all plans, except those that are held and the one asked for last
   Wire wire_;
   observe::Metrics::Group* const metrics_;
-  const size_t limitBytes_;
   std::list<Entry> entries_;  // the one asked for last is the first
   std::unordered_map<collectives::Shape, std::list<Entry>::iterator, Hash> byShape_;
   size_t bytes_ = 0;
-  std::map<std::string, AlgorithmUse> uses_;  // what Entry::use points into
+  std::map<std::string, AlgorithmUse> uses_;  // Entry::use points into it
 };
 
 }  // namespace smddp::engine::plans

@@ -1,7 +1,6 @@
 #include "engine/process/capabilities.h"
 
 #include "bootstrap/local_address.h"
-#include "common/config.h"
 #include "reduction/reduce.h"
 #include "transport/fabric/fabric.h"
 
@@ -16,8 +15,8 @@ Capabilities capabilities() {
   return result;
 }
 
-std::string addressForPeers() {
-  return bootstrap::localAddress(settings(), environment("MASTER_ADDR"));
+std::string addressForPeers(const Settings& settings) {
+  return bootstrap::localAddress(settings, environment("MASTER_ADDR"));
 }
 
 }  // namespace smddp::engine::process

@@ -1,13 +1,14 @@
-// What this build can do on this machine, for layers that may not include those below the engine.
+// Says what this build can do on this machine, for layers that may not include those below the engine.
 #pragma once
 
 #include <string>
 
+#include "common/config.h"
 #include "common/types.h"
 
 namespace smddp::engine::process {
 
-// Whether the combination has a meaning and a kernel.
+// True if the combination has a meaning and a kernel.
 bool canReduce(DataType type, ReduceOp op);
 
 struct Capabilities {
@@ -17,6 +18,6 @@ struct Capabilities {
 Capabilities capabilities();
 
 // The address of this machine to which processes of other nodes connect; see bootstrap/local_address.h.
-std::string addressForPeers();
+std::string addressForPeers(const Settings& settings);
 
 }  // namespace smddp::engine::process

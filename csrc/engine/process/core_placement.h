@@ -21,7 +21,7 @@ namespace smddp::engine::process {
 std::optional<cpu_set_t> coresWithFewestMates(const cpu_set_t& allowed, int mine,
                                               std::span<const int> mates);
 
-// Of one process; used by the thread that owns the engine, which is the thread that moves.
+// A process has one. The thread that owns the engine uses it, and is the thread that moves.
 class CorePlacement {
  public:
   explicit CorePlacement(transport::shm::ProcessPage& page) : page_(page) {}

@@ -2,15 +2,11 @@
 
 #include <algorithm>
 
-#include "common/config.h"
-
 namespace smddp::engine::process {
 namespace {
 
 // The time between two checks whether a mate is stopped.
 constexpr Nanoseconds kStoppedPeriod = 200'000'000;
-
-Nanoseconds hostTimeout() { return settings().hostTimeout * 1'000'000'000; }
 
 }  // namespace
 
@@ -141,7 +137,7 @@ void Peers::checkDisconnected(Peer& peer) {
   ownership_.assertOwned();
   if (!peer.disconnected || peer.lost) return;
   const bool lifelineMayTell = lifeline_ && !peer.mate;
-  if (lifelineMayTell && clock_.now() - peer.disconnectedAt < hostTimeout()) return;
+  if (lifelineMayTell && clock_.now() - peer.disconnectedAt < hostTimeout_) return;
   lose(peer, /*died=*/false, *peer.disconnected);
 }
 

@@ -32,7 +32,7 @@ struct Peer {
   // Set when it shares memory with us.
   std::shared_ptr<transport::shm::Mate> mate;
   std::unique_ptr<transport::shm::MateMemory> memory;
-  // How control messages and channels reach it; of the shared-memory or of the fabric transport.
+  // The number with which control messages and channels reach it, in the shared-memory or the fabric transport.
   transport::PeerId id = -1;
   transport::ChannelTable* table = nullptr;
   // Why no further message will come from it, once known.
@@ -48,7 +48,7 @@ struct Peer {
   bool stopped = false;
   Nanoseconds lookedAt = 0;
 
-  // Whether the process of this mate is stopped by a signal or a debugger. Looks a few times a second.
+  // True if a signal or a debugger has stopped the process of this mate. Looks a few times a second.
   bool isStopped(const Clock& clock);
 
   // "pid 40122 on ip-10-0-1-7"
@@ -58,8 +58,10 @@ struct Peer {
 
 class Peers {
  public:
-  // What is passed outlives this.
-  Peers(const Ownership& ownership, const Clock& clock) : ownership_(ownership), clock_(clock) {}
+  // `ownership` and `clock` outlive this. `hostTimeout`: how long a peer may be disconnected before it counts as lost,
+  // while its lifeline says nothing.
+  Peers(const Ownership& ownership, const Clock& clock, Nanoseconds hostTimeout)
+      : ownership_(ownership), clock_(clock), hostTimeout_(hostTimeout) {}
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
 
@@ -68,13 +70,13 @@ class Peers {
   Peer& add(std::unique_ptr<Peer> peer);
   // From now on lifelines tell when a process of another node is gone. Before it is connected.
   void watch(std::unique_ptr<bootstrap::Lifeline> lifeline);
-  // Where others connect their lifelines to; empty without lifelines.
+  // The address to which others connect their lifelines; empty without lifelines.
   std::vector<std::byte> lifelineAddress() const;
   // Readable when check() has something to do for lifelines; negative without lifelines.
   int lifelineDescriptor() const;
   // The process ends: tells those of other nodes.
   void leave() SMDDP_NO_THREAD_ANALYSIS;
-  // In the child of a fork that found the engine at a stop.
+  // For the child of a fork that found the engine at a stop.
   void closeInChild() noexcept SMDDP_NO_THREAD_ANALYSIS;
 
   // Looks for peers that are gone. Too slow for the fast path.
@@ -85,9 +87,9 @@ class Peers {
   void probeHost(Peer& peer);
   // Counts a remote peer as lost because its host is silent, and sends it a notice, which it may not receive.
   void giveUp(Peer& peer, const std::string& cause);
-  // What the probes have found; nothing without lifelines.
+  // The result of the probes; nullopt without lifelines.
   std::optional<bootstrap::Silence> silenceOf(const Peer& peer) const;
-  // Whether the hosts of all remote peers that are not gone have what was sent to them.
+  // True if the hosts of all remote peers that are not gone have received everything that was sent to them.
   bool isAllDelivered() const;
   // The first of these processes that was given up because no connection to it could be made, and why.
   struct Unreached {
@@ -96,11 +98,11 @@ class Peers {
   };
   std::optional<Unreached> unreachedAmong(
       const std::vector<bootstrap::Introduction>& introductions) const;
-  // Those of these processes to which there is no lifeline yet, and that are not known to be gone. check() works on
-  // that.
+  // Returns the processes among these to which there is no lifeline yet, and that are not known to be gone. check()
+  // tries to connect them.
   std::vector<Rank> unconnectedAmong(
       const std::vector<bootstrap::Introduction>& introductions) const;
-  // Of the processes that share memory with us.
+  // The pages of the processes that share memory with us.
   std::span<const transport::shm::ProcessPage* const> matePages() const {
     ownership_.assertOwned();
     return matePages_;
@@ -112,6 +114,7 @@ class Peers {
 
   const Ownership& ownership_;
   const Clock& clock_;
+  const Nanoseconds hostTimeout_;
   std::map<ProcessId, std::unique_ptr<Peer>> peers_ SMDDP_GUARDED_BY(ownership_);
   // Kept mapped by peers_.
   std::vector<const transport::shm::ProcessPage*> matePages_ SMDDP_GUARDED_BY(ownership_);

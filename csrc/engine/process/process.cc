@@ -7,7 +7,6 @@
 #include <filesystem>
 #include <system_error>
 
-#include "common/config.h"
 #include "common/log.h"
 #include "engine/process/wait_policy.h"
 #include "transport/network/network.h"
@@ -66,14 +65,16 @@ void Process::Link::onPeerFailed(transport::PeerId peer, const std::string& caus
 }
 
 Process::Process(Options options, const Ownership& ownership)
-    : ownership_(ownership),
+    : settings(std::move(options.settings)),
+      ownership_(ownership),
       options_(std::move(options)),
       id_(options_.id ? *options_.id : bootstrap::randomProcessId()),
-      memory_(options_.slabBytes),
+      memory_(options_.slabBytes, static_cast<size_t>(settings.commMemoryCacheBytes)),
       doorbell_(std::make_shared<transport::shm::Doorbell>(memory_.slab)),
-      peers_(ownership, *options_.clock),
+      peers_(ownership, *options_.clock, settings.hostTimeout * 1'000'000'000),
       local_(std::make_unique<Link>(
-          *this, std::make_unique<transport::shm::ShmTransport>(memory_.slab))) {}
+          *this, std::make_unique<transport::shm::ShmTransport>(
+                     memory_.slab, transport::shm::parseStagingStores(settings.stagingStores)))) {}
 
 Process::~Process() {
   if (fabric_) {
@@ -103,8 +104,7 @@ uint64_t Process::newGroupId() {
 
 bootstrap::Introduction Process::introduce(std::vector<std::byte> group) {
   ownership_.assertOwned();
-  bootstrap::Introduction mine = bootstrap::introduceThisProcess(settings(), id_);
-  if (!options_.nodeName.empty()) mine.nodeName = options_.nodeName;
+  bootstrap::Introduction mine = bootstrap::introduceThisProcess(settings, id_);
   mine.slab = local_->transport->address();
   if (fabric_) mine.fabric = fabric_->transport->address();
   mine.lifeline = peers_.lifelineAddress();
@@ -140,12 +140,12 @@ void Process::openFabric(size_t remotePeers, const std::string& host) {
   std::unique_ptr<bootstrap::Lifeline> lifeline;
   if (options_.lifelines) {
     bootstrap::Lifeline::Options options;
-    options.seal = Seal(settings().jobToken.text);
-    options.hostTimeout = settings().hostTimeout * 1'000'000'000;
+    options.seal = Seal(settings.jobToken.text);
+    options.hostTimeout = settings.hostTimeout * 1'000'000'000;
     lifeline = std::make_unique<bootstrap::Lifeline>(id_, host, options);
   }
   fabric_ = std::make_unique<Link>(
-      *this, options_.fabric ? options_.fabric() : transport::network::open(host));
+      *this, options_.fabric ? options_.fabric() : transport::network::open(settings, host));
   peers_.watch(std::move(lifeline));
   SMDDP_LOG(Info, "transport", "{}", describeFabric());
 }

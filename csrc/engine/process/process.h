@@ -1,5 +1,5 @@
-// What a process has once, for all its groups: shared memory, transports, lifelines, and the other processes it
-// has met. A process meets another one once; sub-groups reuse memory and connections.
+// The things that a process has once, for all its groups: shared memory, transports, lifelines, and the other processes
+// that it has met. A process meets another one once; sub-groups reuse memory and connections.
 //
 // Threads: made and used by the thread that owns the engine, except where marked. Ranks may be threads of one
 // operating-system process (tests): each then has a Process of its own.
@@ -17,6 +17,7 @@
 
 #include "bootstrap/introduction.h"
 #include "common/clock.h"
+#include "common/config.h"
 #include "common/mutex.h"
 #include "common/ownership.h"
 #include "engine/memory/region_pool.h"
@@ -36,11 +37,11 @@ namespace smddp::engine::process {
 // Memory that the process shares with the others of its node, and what hands out parts of it. Each part is thread-safe,
 // and may be kept beyond the end of the process object.
 struct NodeMemory {
-  explicit NodeMemory(size_t slabBytes)
+  NodeMemory(size_t slabBytes, size_t cacheBytes)
       : slab(transport::shm::Slab::create(slabBytes)),
         regions(std::make_shared<memory::RegionPool>(slab)),
         windows(std::make_shared<memory::WindowPool>(slab)),
-        tensors(std::make_shared<transport::shm::CommMemory>(slab)) {}
+        tensors(std::make_shared<transport::shm::CommMemory>(slab, cacheBytes)) {}
 
   const std::shared_ptr<transport::shm::Slab> slab;
   const std::shared_ptr<memory::RegionPool> regions;  // of groups
@@ -51,13 +52,12 @@ struct NodeMemory {
 class Process {
  public:
   struct Options {
+    Settings settings;
     std::shared_ptr<Clock> clock = std::make_shared<MonotonicClock>();
     // Instead of a libfabric endpoint; the simulator's.
     std::function<std::unique_ptr<transport::Transport>()> fabric;
     // Instead of a random one; the simulator's.
     std::optional<ProcessId> id;
-    // Instead of SMDDP_NODE_ID and the boot id.
-    std::string nodeName;
     size_t slabBytes = transport::shm::Slab::kDefaultReserve;
     // TCP connections that tell when a remote process is gone.
     bool lifelines = true;
@@ -73,7 +73,9 @@ class Process {
   Process(const Process&) = delete;
   Process& operator=(const Process&) = delete;
 
-  // What runs on the thread that owns the engine begins with ownership().assertOwned().
+  const Settings settings;  // [any thread]
+
+  // A function that runs on the thread that owns the engine begins with ownership().assertOwned().
   const Ownership& ownership() const SMDDP_RETURN_CAPABILITY(ownership_) { return ownership_; }
   const Clock& clock() const { return *options_.clock; }
   const ProcessId& id() const { return id_; }
@@ -89,10 +91,10 @@ class Process {
   // A number that says how the ranks were divided into nodes (bootstrap::Locality). Introductions contain it from now
   // on.
   void setNodeAgreement(uint64_t agreement);
-  // What we publish. The addresses between nodes are in it only after openFabric().
+  // The information that we publish. It has the addresses between nodes only after openFabric().
   bootstrap::Introduction introduce(std::vector<std::byte> group);
-  // Whether the memory of `other` can be mapped here. Keeps the mapping. Throws Resource if our process has no
-  // descriptor or address space left. [thread-safe]
+  // Maps the memory of `other`, and keeps the mapping. False if it cannot be mapped here. Throws Resource if our
+  // process has no descriptor or address space left. [thread-safe]
   bool tryMap(const bootstrap::Introduction& other, std::string* why);
   // Creates the endpoint and the lifelines, at the address `host` (addressForPeers()); once. Throws Usage when built
   // without libfabric.
@@ -108,7 +110,7 @@ class Process {
   transport::RemoteKey registerMemory(const Peer& peer, std::span<std::byte> memory);
   // Puts to remote peers will often leave from here, in our slab: registers it with the network.
   void addSource(std::span<std::byte> memory);
-  // The same for memory of a device, see Transport.
+  // Registers memory of a device with the network, see Transport.
   std::string addDeviceSource(const transport::DeviceMemory& memory);
   void removeDeviceSource(std::span<std::byte> memory);
 

@@ -1,5 +1,5 @@
-// How the threads of an engine wait: when they spin, yield, back off, sleep and wake. All of it is decided here, and no
-// setting changes it. docs/threads.md says what was measured.
+// Decides how the threads of an engine wait: when they spin, yield, back off, sleep and wake. No other file decides it,
+// and no setting changes it. docs/threads.md says what was measured.
 //
 // A thread can wait in five ways. Each costs the waiting thread, or others, something else:
 //   spin      looks again at once. Costs nothing when the wait is short; keeps the core from whoever needs it.
@@ -9,7 +9,7 @@
 //   sleep     until woken: 30 to 100 us between the wake-up and the first instruction.
 //   poll      sleeps for a fixed time, again and again: where nobody can wake the thread, or it should not be woken.
 //
-// What is decided when:
+// The decisions:
 //
 // * A caller of a small allreduce, while nothing else is in flight (spinUntil): spins for kSpinsOfSmallCall looks. If
 //   the other ranks have not arrived by then, the call becomes an operation in flight, and its caller waits as the
@@ -26,8 +26,8 @@
 // * A caller that waits while another thread is the owner: sleeps until something has advanced or the owner lets go. It
 //   polls every kWaiterPoll besides, because what it waits for can also come from elsewhere.
 //
-// * The progress thread, while nothing is in flight that nobody waits for: sleeps. Whoever leaves work in flight wakes
-//   it, unless callers are predicted to come back for such work at once (wait_predictor.h): then it polls every
+// * The progress thread, while nothing is in flight that nobody waits for: sleeps. A thread that leaves work in flight
+//   wakes it, unless callers are predicted to come back for such work at once (wait_predictor.h): then it polls every
 //   kParkedPoll, and takes over what nobody has come back for. It wakes every kAnswerPeriod in any case. Where there
 //   are other nodes or groups with Engine::watchMembers() it then also checks health, because ranks of other nodes may
 //   wait for an answer from this one.
@@ -70,7 +70,7 @@ class WaitPolicy {
   explicit WaitPolicy(Process& process)
       : process_(process), placement_(process.memory().slab->page()) {}
 
-  // Whether `condition` holds now or after a few looks.
+  // True if `condition` holds now or after a few looks.
   template <typename Condition>
   static bool spinUntil(const Condition& condition) {
     bool holds = false;
@@ -110,7 +110,7 @@ class WaitPolicy {
     Nanoseconds yieldUntil_ = 0;
   };
 
-  // Whether the health check is due; the next one is due kHealthPeriod later.
+  // True if the health check is due; the next one is due kHealthPeriod later.
   bool healthCheckDue();
   // For how long the owner may sleep.
   Nanoseconds untilHealthCheck() const;

@@ -35,7 +35,7 @@ class WaitPredictor {
   void ended() {
     if (hasLeftWork()) firstLeft_.store(kNothing);
   }
-  // Whether work has been left since a caller came back, and has not ended.
+  // True if work has been left since a caller came back, and has not ended.
   bool hasLeftWork() const { return firstLeft_.load(std::memory_order_relaxed) != kNothing; }
   // A caller begins to wait.
   void cameBack(Nanoseconds now) {
@@ -49,7 +49,7 @@ class WaitPredictor {
   bool isConfident() const { return returns_.load() >= kReturnsNeeded; }
   // Confident, and work has been left a short time ago.
   bool isActive(Nanoseconds now) const { return isConfident() && now - lastLeft_.load() < kActive; }
-  // Whether the caller that has left work is likely to come back for it, or has just come back.
+  // True if the caller that has left work is likely to come back for it, or has just come back.
   bool expectsReturn(Nanoseconds now) const {
     const Nanoseconds since = firstLeft_.load();
     return isConfident() && (since == kNothing || now - since < kQuickReturn);

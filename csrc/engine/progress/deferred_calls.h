@@ -29,7 +29,7 @@ namespace smddp::engine::progress {
 class DeferredCalls {
  public:
   struct Call {
-    // Whether it may begin. What it throws ends the call.
+    // Returns whether the call may begin. An exception of it ends the call.
     std::function<bool()> ready;
     // Hands the call on; must not wait for anything.
     std::function<void()> begin;
@@ -43,7 +43,7 @@ class DeferredCalls {
   DeferredCalls(const DeferredCalls&) = delete;
   DeferredCalls& operator=(const DeferredCalls&) = delete;
 
-  // Whether a call made now has to queue.
+  // True if a call made now has to queue.
   bool busy() const { return state_->waiting.load(std::memory_order_acquire) > 0; }
   // Blocks until no call waits: at the latest, when the last deadline has passed.
   void drain();
@@ -56,7 +56,7 @@ class DeferredCalls {
   // Shared with the thread, which may outlive the object: end() of a call may destroy the group.
   struct State {
     Mutex mutex;
-    ConditionVariable changed;  // of calls, stop, waiting
+    ConditionVariable changed;  // tells of changes of calls, stop and waiting
     std::deque<Call> calls SMDDP_GUARDED_BY(mutex);
     std::optional<Error> closed SMDDP_GUARDED_BY(mutex);  // set once
     std::atomic<bool> stop{false};

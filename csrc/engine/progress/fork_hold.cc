@@ -11,10 +11,10 @@
 namespace smddp::engine::progress {
 namespace {
 
-// How long a fork may wait for the owner to stop. An owner may be busy for longer, for example with the set-up of the
+// A fork may wait so long for the owner to stop. An owner may be busy for longer, for example with the set-up of the
 // network. Then the child keeps its copies of the connections.
 constexpr auto kTimeout = std::chrono::seconds(1);
-// How often the forking thread tries to become the owner meanwhile.
+// The forking thread tries so often to become the owner meanwhile.
 constexpr auto kPoll = std::chrono::milliseconds(1);
 
 std::atomic<uint32_t> forks{0};

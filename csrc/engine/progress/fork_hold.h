@@ -14,8 +14,9 @@
 
 namespace smddp::engine::progress {
 
-// How many forks lie between the process that first called countForks() and this one: 0 there, 1 in its children, 2 in
-// theirs. An engine that was made at another count is one of a parent. countForks() installs the handlers that count.
+// Returns how many forks lie between the process that first called countForks() and this one: 0 in the first process, 1
+// in its children, 2 in their children. An engine that was made at another count is one of a parent. countForks()
+// installs the handlers that count.
 uint32_t countForks();
 uint32_t forkCount();
 

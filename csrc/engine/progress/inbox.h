@@ -1,8 +1,8 @@
 // Actions for the engine's owner, left by threads that found the engine owned.
 //
-// Threads: push() and empty() any; take() the owner, who calls it at every turn. Whoever lets go of the engine looks
-// here once more, and whoever has pushed tries once more to become the owner: so nothing is left that nobody takes.
-// Ends with the engine; what is left then is dropped.
+// Threads: push() and empty() any; take() the owner, who calls it at every turn. A thread that lets go of the engine
+// looks here once more, and a thread that has pushed tries once more to become the owner: so nothing is left that
+// nobody takes. Ends with the engine; what is left then is dropped.
 #pragma once
 
 #include <atomic>

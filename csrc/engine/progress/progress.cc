@@ -206,7 +206,8 @@ void Progress::runUnattendedWork() {
 
 void Progress::letGo() {
   letGoForContinuations();
-  // Of an operation that has ended since this thread became the owner, or that another thread wanted to run just now.
+  // These continuations belong to an operation that has ended since this thread became the owner, or another thread
+  // wanted to run them just now.
   if (hasContinuations_.load()) threads_.wakeOne();
 }
 

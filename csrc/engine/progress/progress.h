@@ -1,7 +1,7 @@
-// Runs what is in flight in an engine. Whoever holds the engine's ownership runs it (docs/threads.md).
+// Runs what is in flight in an engine. The thread that holds the engine's ownership runs it (docs/threads.md).
 //
 // A caller that waits becomes the owner and runs everything in flight until its own operation is done, without a
-// hand-over to another thread. What an asynchronous submitter leaves in flight goes to the progress thread. A thread
+// hand-over to another thread. The progress thread takes over what an asynchronous submitter leaves in flight. A thread
 // that finds the engine owned leaves its action in the inbox, which the owner empties at every turn. A turn is one pass
 // over everything in flight.
 //
@@ -11,9 +11,8 @@
 // future of torch. That does not run the engine, so a progress thread first makes sure that another one is idle.
 //
 // Threads: public functions from any thread, except where marked. Ends: stop() joins the progress threads; from then on
-// only call() and wakeWaiters() may be used.
-// Errors: an action that throws while the engine runs ends what is in flight, and its thread goes on. What the action
-// of call() throws passes through to its caller.
+// only call() and wakeWaiters() may be used. Errors: an action that throws while the engine runs ends what is in
+// flight, and its thread goes on. An exception of the action of call() passes through to its caller.
 #pragma once
 
 #include <atomic>
@@ -46,7 +45,7 @@ class Progress {
   Progress& operator=(const Progress&) = delete;
   // Joins the threads.
   void stop();
-  // In the child of a fork, which has none of the threads.
+  // For the child of a fork, which has none of the threads.
   void forgetThreads() { threads_.forget(); }
   bool hasThreads() const { return hasThreads_; }
 
@@ -55,11 +54,11 @@ class Progress {
   bool tryRun(const Action& action);
   // Runs `action` on the owner and returns when it has run.
   void call(const std::function<void()>& action);
-  // The same for an action that may end operations; runs their continuations.
+  // Calls an action that may end operations; runs their continuations.
   void callAndRunContinuations(const std::function<void()>& action);
   // Runs `action` on the owner, now or later.
   void post(Inbox::Action action);
-  // The same, but never on this thread.
+  // Runs `action` on the owner, now or later, but never on this thread.
   void leaveForOwner(Inbox::Action action);
   // Runs what may block on a progress thread. Without threads it runs at once.
   void runBlocking(std::function<void()> action);
@@ -106,9 +105,10 @@ class Progress {
   void drainInbox() SMDDP_REQUIRES(ownership_);
   bool turn() SMDDP_REQUIRES(ownership_);
   void checkHealth() SMDDP_REQUIRES(ownership_);
-  // Whether the owner must let go because of them. If nothing else is to be done now, also because of little memory.
+  // True if the owner must let go because operations have left continuations or much memory. If nothing has advanced, a
+  // little memory is enough.
   bool mustLetGo(bool advanced) const SMDDP_REQUIRES(ownership_);
-  // What `action` throws ends what is in flight: an owner that threw past letGo() would leave everybody waiting.
+  // An exception of `action` ends everything in flight: an owner that threw past letGo() would leave everybody waiting.
   template <typename Action>
   void guarded(const Action& action) SMDDP_REQUIRES(ownership_);
   void handOver();

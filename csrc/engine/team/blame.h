@@ -1,4 +1,4 @@
-// Which rank is at fault when a rank waits. Often it is not the rank that is waited for: that one itself waits for
+// Says which rank is at fault when a rank waits. Often it is not the rank that is waited for: that one itself waits for
 // another rank, for example on another node. So ranks that wait tell each other whom they blame, inside a node in
 // shared memory (RegionHeader), between nodes by asking:
 //
@@ -37,7 +37,7 @@ struct Blame {
   Why why = Why::Unknown;
   uint32_t reached = 0;
 
-  // Whether it ends the search: a rank that merely waits does not.
+  // True if it ends the search: a rank that merely waits does not end it.
   bool definite() const { return rank >= 0 && why != Why::Unknown; }
   // For a word in shared memory and for messages; 0 is nobody.
   uint64_t pack() const;
@@ -50,8 +50,8 @@ struct Blame {
 // Another group of a rank has failed. If the rank makes no further call of this one, that is why: a job that ends
 // because of one rank ends in many groups, and ranks that have nothing to do with that rank hear of it through others.
 struct Trouble {
-  uint64_t calls = 0;  // of this group, that the rank had made before
-  std::string text;    // what its user reads, without the consequences
+  uint64_t calls = 0;  // the calls of this group that the rank had made before
+  std::string text;    // the text for the user of that rank, without the consequences
 };
 
 //   byte  0               8               16              24                              40
@@ -97,8 +97,8 @@ std::optional<InquiryMessage> parseInquiry(transport::Bytes message);
 std::optional<AnswerMessage> parseAnswer(transport::Bytes message);
 std::optional<LeftMessage> parseLeft(transport::Bytes message);
 
-// What ranks of other nodes answered, and since when one of them owes an answer. Used by the thread that owns the
-// engine.
+// Keeps the answers of ranks of other nodes, and since when one of them owes an answer. Used by the thread that owns
+// the engine.
 class Inquiries {
  public:
   // A rank that owes an answer for longer than this may be silent.
@@ -111,7 +111,7 @@ class Inquiries {
   void keepOnly(const Awaited& awaited) {
     std::erase_if(entries_, [&](const auto& entry) { return !awaited.contains(entry.first); });
   }
-  // Whom the rank blames, if that ends the search; else the rank itself.
+  // Returns the blame that `rank` has told, if that ends the search; else one on `rank` itself.
   Blame of(Rank rank) const;
   bool isSilent(Rank rank, Nanoseconds now) const;
 

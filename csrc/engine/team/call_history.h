@@ -19,7 +19,7 @@ namespace smddp::engine::team {
 
 class CallHistory {
  public:
-  // What is referred to outlives this.
+  // The arguments outlive this object.
   CallHistory(const Membership& membership, Team& team, observe::StatusBoard::Slot& status)
       : membership_(membership), team_(team), status_(status) {}
 

@@ -1,4 +1,4 @@
-// Which ranks a group consists of, as a value.
+// The ranks of a group, as a value.
 //
 // Team, channel keys, control messages and errors take from here which group this is, which ranks are in it and
 // on which node each is. Nothing else keeps a copy.
@@ -19,12 +19,12 @@
 
 namespace smddp::engine::team {
 
-// What a rank publishes of itself for one group (Introduction::group).
+// The entry that a rank publishes of itself for one group (Introduction::group).
 struct GroupEntry {
-  uint64_t regionOffset = 0;  // of its region (region.h) in its slab
+  uint64_t regionOffset = 0;  // the place of its region (region.h) in its slab
   uint64_t regionBytes = 0;
   uint64_t groupId = 0;          // rank 0's is the group's
-  uint64_t algorithmDigest = 0;  // of what overrules the built-in table of algorithms
+  uint64_t algorithmDigest = 0;  // a digest of all that overrules the built-in table of algorithms
 
   std::vector<std::byte> encode() const;
   // Throws Transport when the bytes are no entry.
@@ -57,9 +57,9 @@ struct Membership {
     return {group, track, subchannel, source, destination};
   }
 
-  // In each text for users; also of a number that is no rank.
+  // The number of a rank in each text for users. Accepts a number that is no rank, too.
   Rank jobRank(Rank rank) const { return bootstrap::jobRankOf(jobRanks, rank); }
-  // Whether the group's ranks have other numbers in the job.
+  // True if the group's ranks have other numbers in the job.
   bool isPart() const;
   // "3" with the number in the job; "0, 3".
   std::string listOf(const std::set<Rank>& ranks) const;

@@ -23,7 +23,7 @@ class OwnRegion {
   OwnRegion(const OwnRegion&) = delete;
   OwnRegion& operator=(const OwnRegion&) = delete;
 
-  // What the other ranks must know of it.
+  // The entry that tells the other ranks of it.
   const GroupEntry& entry() const { return entry_; }
   const memory::RegionLayout& layout() const { return layout_; }
   std::span<std::byte> bytes() const { return bytes_; }

@@ -56,6 +56,8 @@ std::byte* Team::checkedRegion(Rank rank, const GroupEntry& entry) const {
 
 Track Team::makeTrack(int64_t index) const {
   Track track;
+  track.stores = transport::shm::StoreChoice(
+      transport::shm::parseStagingStores(process_.settings.stagingStores));
   track.index = index;
   for (const Member& member : members_) {
     auto* region = reinterpret_cast<std::byte*>(member.region);

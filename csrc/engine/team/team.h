@@ -25,18 +25,18 @@
 
 namespace smddp::engine::team {
 
-// What a rank publishes for its mates when it arrives at an execution (Arrival has it in shared memory).
+// The data that a rank publishes for its mates when it arrives at an execution (Arrival has it in shared memory).
 struct Descriptor {
   transport::CallFingerprint fingerprint;
-  // Where the bytes of each request that could be fused end; empty when there is one request only.
+  // The ends of the bytes of each request that could be fused; empty when there is one request only.
   std::span<const uint32_t> ends;
-  // Where its buffers lie in communication memory. Null: they are private, or the choice of the plan does not depend on
-  // that.
+  // The places of its buffers in communication memory. Null: they are private, or the choice of the plan does not
+  // depend on that.
   const memory::BufferLocations* buffers = nullptr;
   bool isNear = false;  // this rank's slots lie beside its arrival record
 };
 
-// What the ranks of a node decide alike once all have arrived.
+// The decisions that all ranks of a node make alike once all have arrived.
 struct Agreement {
   // Requests that run as one execution: as many as the rank with the fewest has.
   uint32_t fused = 1;
@@ -82,7 +82,7 @@ class Team {
   // The number of the collective call that this rank has made last, and that of a mate.
   void publishCalled(uint64_t sequence);
   uint64_t calledBy(Rank mate) const;
-  // Whom a rank blames for what it waits for (blame.h).
+  // Tells mates which rank this one blames for its wait (blame.h).
   void publishBlame(const Blame& blame);
   void clearBlame();
   Blame blameOf(Rank member) const;
@@ -91,11 +91,11 @@ class Team {
   std::optional<calls::Break> nextBreak();
   // Once; later ones are dropped.
   void publishTrouble(const Trouble& trouble);
-  // Of a mate that has made no call since.
+  // Returns the trouble of a mate that has made no call since.
   std::optional<Trouble> troubleOf(Rank mate) const;
   void publishLeft();
   bool hasLeft(Rank mate) const;
-  // Whether the mate may still use the group's memory. (It no longer does if its region belongs to another group by
+  // True if the mate may still use the group's memory. (It no longer does if its region belongs to another group by
   // now, which can be so once it saw us leave.)
   bool mayUseMemory(Rank mate) const;
   // No mate can touch this rank's region any more, so it may be given back.
@@ -105,7 +105,7 @@ class Team {
   struct Member {
     memory::RegionHeader* region = nullptr;
     uint64_t group = 0;       // RegionHeader::group, until the mate gives the region up
-    uint32_t breaksRead = 0;  // of RegionHeader::breaks
+    uint32_t breaksRead = 0;  // how many of RegionHeader::breaks have been read
   };
 
   const plan::Topology& topology() const { return membership_.topology; }
@@ -116,7 +116,7 @@ class Team {
   process::Process& process_;
   const Membership& membership_;
   const std::shared_ptr<OwnRegion> region_;
-  memory::RegionHeader& mine_;   // of it
+  memory::RegionHeader& mine_;   // the header of region_
   std::vector<Member> members_;  // by local index, this rank included
   TeamBell bell_;
 };

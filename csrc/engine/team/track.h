@@ -77,8 +77,8 @@ struct Track {
     return headers[local]->counters[counter].value.load(std::memory_order_acquire) >=
            memory::counterValue(executionNumber, value);
   }
-  // Where the slots of a rank are. The arrival record says so for the plan with which the rank arrived. A plan with
-  // `afterArrival` does not use the memory beside the record.
+  // Returns the place of the slots of a rank. The arrival record says where they are for the plan with which the rank
+  // arrived. A plan with `afterArrival` does not use the memory beside the record.
   std::byte* stagingOf(int local) const {
     memory::Arrival& arrival = arrivalOf(local);
     return loadShared(arrival.isNear) != 0 && !afterArrival ? arrival.near.data()

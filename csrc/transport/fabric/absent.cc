@@ -10,9 +10,9 @@ constexpr const char* kAbsent =
 
 }  // namespace
 
-std::unique_ptr<Transport> create() { raise(ErrorKind::Usage, "{}", kAbsent); }
+std::unique_ptr<Transport> create(const Settings&) { raise(ErrorKind::Usage, "{}", kAbsent); }
 
-std::unique_ptr<Transport> create(const Options&) { return create(); }
+std::unique_ptr<Transport> create(const Options&) { raise(ErrorKind::Usage, "{}", kAbsent); }
 
 std::string whyMissing() { return kAbsent; }
 

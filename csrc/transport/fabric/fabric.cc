@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <charconv>
 
-#include "common/config.h"
 #include "common/error.h"
 #include "common/host_address.h"
 #include "transport/fabric/discovery.h"
@@ -23,14 +22,14 @@ int numberIn(const char* variable) {
   return isNumber ? parsed : 0;
 }
 
-Options optionsFromSettings() {
+Options optionsFrom(const Settings& settings) {
   Options options;
-  options.provider = settings().provider;
-  options.interface = settings().interface;
+  options.provider = settings.provider;
+  options.interface = settings.interface;
   options.masterAddress = environment("MASTER_ADDR");
-  options.rma = settings().fabricRma;
-  options.devices = settings().gpuDirect;
-  options.seal = Seal(settings().jobToken.text);
+  options.rma = settings.fabricRma;
+  options.devices = settings.gpuDirect;
+  options.seal = Seal(settings.jobToken.text);
   // Without a launcher's variables this rank takes one card, and does not share the cards of the node.
   options.localRank = numberIn("LOCAL_RANK");
   options.localSize = numberIn("LOCAL_WORLD_SIZE");
@@ -39,7 +38,9 @@ Options optionsFromSettings() {
 
 }  // namespace
 
-std::unique_ptr<Transport> create() { return create(optionsFromSettings()); }
+std::unique_ptr<Transport> create(const Settings& settings) {
+  return create(optionsFrom(settings));
+}
 
 std::unique_ptr<Transport> create(const Options& options) {
   Discovery found = discover(options.devices);

@@ -6,13 +6,14 @@
 #include <memory>
 #include <string>
 
+#include "common/config.h"
 #include "transport/fabric/provider.h"
 #include "transport/transport.h"
 
 namespace smddp::transport::fabric {
 
 // Takes the options from the settings and the launcher's variables. Throws Usage if there is no usable provider.
-std::unique_ptr<Transport> create();
+std::unique_ptr<Transport> create(const Settings& settings);
 // Takes the caller's options.
 std::unique_ptr<Transport> create(const Options& options);
 

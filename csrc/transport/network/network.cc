@@ -2,7 +2,6 @@
 
 #include <system_error>
 
-#include "common/config.h"
 #include "common/error.h"
 #include "common/log.h"
 #include "transport/fabric/fabric.h"
@@ -20,12 +19,12 @@ bool hasCard(const std::filesystem::path& classes) {
   return false;
 }
 
-std::unique_ptr<Transport> open(const std::string& host) {
-  const std::string& provider = settings().provider;
+std::unique_ptr<Transport> open(const Settings& settings, const std::string& host) {
+  const std::string& provider = settings.provider;
   const bool isNamed = !provider.empty();
   if (isNamed ? provider != tcp::kProvider : hasCard()) {
     try {
-      return fabric::create();
+      return fabric::create(settings);
     } catch (const Error& error) {
       if (isNamed || error.kind() != ErrorKind::Usage) throw;
       SMDDP_LOG(
@@ -38,8 +37,8 @@ std::unique_ptr<Transport> open(const std::string& host) {
   return std::make_unique<tcp::TcpTransport>(
       tcp::Options{.host = host,
                    .reason = isNamed ? "by SMDDP_PROVIDER" : "no usable efa, cxi or verbs card",
-                   .seal = Seal(settings().jobToken.text),
-                   .hostTimeout = settings().hostTimeout * 1'000'000'000});
+                   .seal = Seal(settings.jobToken.text),
+                   .hostTimeout = settings.hostTimeout * 1'000'000'000});
 }
 
 }  // namespace smddp::transport::network

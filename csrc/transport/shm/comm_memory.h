@@ -11,7 +11,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "common/config.h"
 #include "common/mutex.h"
 #include "transport/shm/region_allocator.h"
 #include "transport/shm/slab.h"
@@ -36,9 +35,8 @@ static_assert(sizeof(Location) == 48);
 // object alive. In a forked child allocate() throws and free() does nothing, because the memory is the parent's.
 class CommMemory {
  public:
-  // The segments are announced in the control page of `slab`.
-  explicit CommMemory(std::shared_ptr<Slab> slab,
-                      size_t cacheBytes = static_cast<size_t>(settings().commMemoryCacheBytes));
+  // The segments are announced in the control page of `slab`. Keeps at most `cacheBytes` of freed memory.
+  CommMemory(std::shared_ptr<Slab> slab, size_t cacheBytes);
   ~CommMemory();
   CommMemory(const CommMemory&) = delete;
   CommMemory& operator=(const CommMemory&) = delete;

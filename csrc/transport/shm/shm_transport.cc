@@ -23,7 +23,8 @@ RingTable* ringTableOf(const Mate& mate) {
 
 }  // namespace
 
-ShmTransport::ShmTransport(std::shared_ptr<Slab> slab) : slab_(std::move(slab)) {
+ShmTransport::ShmTransport(std::shared_ptr<Slab> slab, StagingStores stores)
+    : slab_(std::move(slab)), stagingStores_(stores) {
   ProcessPage& page = slab_->page();
   SMDDP_CHECK(page.ringsGeneration.load() % 2 == 0, "the slab has a transport already");
   if (const uint64_t offset = page.ringsOffset.load(); offset != 0) {
@@ -61,6 +62,7 @@ PeerId ShmTransport::connect(Bytes bytes, const std::string& description) {
   }
   std::memcpy(&peer->address, bytes.data(), bytes.size());
   peer->id = static_cast<PeerId>(peers_.size());
+  peer->stores = StoreChoice(stagingStores_);
   attach(*peer);
   peers_.push_back(std::move(peer));
   // The peer may have claimed its ring before we knew it: make the next poll() look again.

@@ -24,7 +24,8 @@ namespace smddp::transport::shm {
 // once; nothing is sent to it any more.
 class ShmTransport final : public Transport {
  public:
-  explicit ShmTransport(std::shared_ptr<Slab> slab);
+  // `stores`: how puts write into the slabs of peers.
+  explicit ShmTransport(std::shared_ptr<Slab> slab, StagingStores stores = StagingStores::Auto);
   ~ShmTransport() override;
   ShmTransport(const ShmTransport&) = delete;
   ShmTransport& operator=(const ShmTransport&) = delete;
@@ -72,6 +73,7 @@ class ShmTransport final : public Transport {
   void release(Ring& ring);
 
   const std::shared_ptr<Slab> slab_;
+  const StagingStores stagingStores_;
   RingTable* rings_ = nullptr;
   uint32_t generation_ = 0;
   uint32_t claimsSeen_ = 0;

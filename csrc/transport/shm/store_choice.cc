@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "common/config.h"
 #include "common/error.h"
 
 namespace smddp::transport::shm {
@@ -12,11 +11,6 @@ StagingStores parseStagingStores(std::string_view text) {
   if (text == "ordinary") return StagingStores::Ordinary;
   if (text == "streaming") return StagingStores::Streaming;
   raise(ErrorKind::Internal, "{} is not a kind of stores", text);
-}
-
-StagingStores stagingStores() {
-  static const StagingStores stores = parseStagingStores(settings().stagingStores);
-  return stores;
 }
 
 const Clock& StoreChoice::monotonic() {

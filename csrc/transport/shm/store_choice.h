@@ -20,8 +20,6 @@ namespace smddp::transport::shm {
 // The values of SMDDP_STAGING_STORES.
 enum class StagingStores : uint8_t { Auto, Ordinary, Streaming };
 StagingStores parseStagingStores(std::string_view text);
-// The setting, parsed on the first call.
-StagingStores stagingStores();
 
 // Used by the thread that owns the engine.
 class StoreChoice {
@@ -30,8 +28,8 @@ class StoreChoice {
   static constexpr int64_t kLongBytes = 16384;
 
   // The clock must outlive the object.
-  explicit StoreChoice(StagingStores stores = stagingStores(), const Clock& clock = monotonic())
-      : stores_(stores), clock_(clock) {}
+  explicit StoreChoice(StagingStores stores = StagingStores::Auto, const Clock& clock = monotonic())
+      : stores_(stores), clock_(&clock) {}
 
   // True if pieces are written with streaming stores, apart from those that measure the other stores.
   bool streams() const { return streams_ || stores_ == StagingStores::Streaming; }
@@ -67,15 +65,15 @@ class StoreChoice {
 
   template <typename Write>
   Nanoseconds timed(const Write& write, bool streams) const {
-    const Nanoseconds begin = clock_.now();
+    const Nanoseconds begin = clock_->now();
     write(streams);
-    return clock_.now() - begin;
+    return clock_->now() - begin;
   }
   // Takes the times of two equal pieces, and adjusts the choice.
   void compare(Nanoseconds ordinary, Nanoseconds streaming);
 
   StagingStores stores_;
-  const Clock& clock_;
+  const Clock* clock_;
   int pieces_ = 0;              // pieces since the last comparison
   std::optional<Piece> first_;  // the first of two pieces that are compared
   Nanoseconds took_ = 0;        // the time that it took

@@ -127,21 +127,60 @@ void expectContents(Block& block, const Contents& expected, const std::string& w
   EXPECT_TRUE(block.guardsIntact()) << what << ": wrote beside its buffer";
 }
 
-class CollectiveTest : public testing::TestWithParam<std::vector<int>> {};
+class CollectiveTest : public testing::TestWithParam<Job> {};
+// Calls whose algorithm a setting changes.
+class AllReduceTest : public CollectiveTest {};
+class ReduceTest : public CollectiveTest {};
 
-std::string nameOf(const testing::TestParamInfo<std::vector<int>>& info) {
-  std::string name = "nodes";
-  for (const int ranks : info.param) name += fmt::format("_{}", ranks);
-  return name;
+using Layouts = std::vector<std::vector<int>>;
+const Layouts kOneNode{{1}, {2}, {3}};
+const Layouts kSeveralNodes{{2, 2}, {1, 1, 1}, {1, 3}, {2, 1, 3}, {1, 2, 1, 1, 1}};
+const Layouts kAllLayouts = [] {
+  Layouts all = kOneNode;
+  all.insert(all.end(), kSeveralNodes.begin(), kSeveralNodes.end());
+  return all;
+}();
+
+std::string nameOfCase(const testing::TestParamInfo<Job>& info) { return nameOf(info.param); }
+
+#define INSTANTIATE(name, suite, ...) \
+  INSTANTIATE_TEST_SUITE_P(name, suite, testing::ValuesIn(jobsOf(__VA_ARGS__)), nameOfCase)
+
+INSTANTIATE(OneNode, CollectiveTest, kOneNode);
+INSTANTIATE(OneNode, AllReduceTest, kOneNode);
+INSTANTIATE(OneNode, ReduceTest, kOneNode);
+INSTANTIATE(SeveralNodes, CollectiveTest, kSeveralNodes);
+INSTANTIATE(SeveralNodes, AllReduceTest, kSeveralNodes);
+INSTANTIATE(SeveralNodes, ReduceTest, kSeveralNodes);
+
+// Algorithms that the table does not choose for small groups.
+void useRing(Settings& settings) { settings.algorithm = "allreduce=ring"; }
+void useHalvingDoubling(Settings& settings) { settings.algorithm = "allreduce=halving_doubling"; }
+void useRecursiveDoubling(Settings& settings) {
+  settings.algorithm = "allreduce=recursive_doubling";
 }
+INSTANTIATE(Ring, AllReduceTest, kSeveralNodes, useRing);
+INSTANTIATE(HalvingDoubling, AllReduceTest, kSeveralNodes, useHalvingDoubling);
+INSTANTIATE(RecursiveDoubling, AllReduceTest, kSeveralNodes, useRecursiveDoubling);
 
-// A run with another algorithm or other chunks has only those layouts in which that matters.
-INSTANTIATE_TEST_SUITE_P(OneNode, CollectiveTest,
-                         testing::Values(std::vector{1}, std::vector{2}, std::vector{3}), nameOf);
-INSTANTIATE_TEST_SUITE_P(SeveralNodes, CollectiveTest,
-                         testing::Values(std::vector{2, 2}, std::vector{1, 1, 1}, std::vector{1, 3},
-                                         std::vector{2, 1, 3}, std::vector{1, 2, 1, 1, 1}),
-                         nameOf);
+// Otherwise short vectors on one node never take the plans for long ones.
+void useNoOneShot(Settings& settings) { settings.oneShotBytes = 0; }
+INSTANTIATE(NoOneShot, AllReduceTest, kOneNode, useNoOneShot);
+INSTANTIATE(NoOneShot, ReduceTest, kOneNode, useNoOneShot);
+
+// As if mates had separate caches, which a test machine may not have.
+void useStreaming(Settings& settings) { settings.stagingStores = "streaming"; }
+INSTANTIATE(Streaming, CollectiveTest, kOneNode, useStreaming);
+INSTANTIATE(Streaming, AllReduceTest, kOneNode, useStreaming);
+INSTANTIATE(Streaming, ReduceTest, kOneNode, useStreaming);
+
+void useSmallChunks(Settings& settings) {
+  settings.chunkBytes = 4096;
+  settings.fabricChunkBytes = 65536;
+}
+INSTANTIATE(SmallChunks, CollectiveTest, kAllLayouts, useSmallChunks);
+INSTANTIATE(SmallChunks, AllReduceTest, kAllLayouts, useSmallChunks);
+INSTANTIATE(SmallChunks, ReduceTest, kAllLayouts, useSmallChunks);
 
 void checkAllReduce(const Buffers& buffers, size_t count, DataType type, ReduceOp op,
                     size_t misalignment) {
@@ -175,7 +214,7 @@ void forEachReduction(Visit visit) {
   }
 }
 
-TEST_P(CollectiveTest, AllReduceIsExact) {
+TEST_P(AllReduceTest, AllReduceIsExact) {
   runRanks(GetParam(), [](RankContext& rank) {
     const auto n = static_cast<size_t>(rank.size);
     for (const Memory memory : {Memory::Ordinary, Memory::Shared}) {
@@ -189,12 +228,13 @@ TEST_P(CollectiveTest, AllReduceIsExact) {
   });
 }
 
-TEST_P(CollectiveTest, LongAllReduceIsExact) {
+TEST_P(AllReduceTest, LongAllReduceIsExact) {
   runRanks(GetParam(), [](RankContext& rank) {
     const Buffers buffers{rank};
-    const auto aboveOneShot = static_cast<size_t>(settings().oneShotBytes) + 8;
+    const Settings& settings = rank.engine.settings;
+    const auto aboveOneShot = static_cast<size_t>(settings.oneShotBytes) + 8;
     const auto chunks =
-        static_cast<size_t>(2 * std::max(settings().chunkBytes, settings().fabricChunkBytes));
+        static_cast<size_t>(2 * std::max(settings.chunkBytes, settings.fabricChunkBytes));
     for (const auto& [type, op] : {std::pair{DataType::float32, ReduceOp::SUM},
                                    {DataType::bfloat16, ReduceOp::AVG},
                                    {DataType::complex128, ReduceOp::PREMUL_SUM},
@@ -207,7 +247,7 @@ TEST_P(CollectiveTest, LongAllReduceIsExact) {
 }
 
 // As with DDP, gradients lie in shared memory. If one rank has a private buffer, all ranks stage.
-TEST_P(CollectiveTest, AllReduceInSharedMemoryIsExact) {
+TEST_P(AllReduceTest, AllReduceInSharedMemoryIsExact) {
   runRanks(GetParam(), [](RankContext& rank) {
     for (const Memory memory : {Memory::Shared, Memory::Mixed}) {
       // 5003: private buffers are copied before the arrival, shared ones are not.
@@ -235,10 +275,10 @@ Contents randomNumbers(uint64_t seed, size_t count) {
 // Each rank's output after one run of all reductions: [case][rank].
 using Bits = std::map<std::string, std::vector<Contents>>;
 
-Bits bitsOfOneRun(const std::vector<int>& layout) {
+Bits bitsOfOneRun(const Job& job) {
   std::mutex mutex;
   Bits bits;
-  runRanks(layout, [&](RankContext& rank) {
+  runRanks(job, [&](RankContext& rank) {
     const auto note = [&](const std::string& name, Block& block) {
       const std::lock_guard lock(mutex);
       auto& all = bits[name];
@@ -277,7 +317,7 @@ Bits bitsOfOneRun(const std::vector<int>& layout) {
   return bits;
 }
 
-TEST_P(CollectiveTest, AllRanksAndRunsGiveTheSameBits) {
+TEST_P(AllReduceTest, AllRanksAndRunsGiveTheSameBits) {
   const Bits first = bitsOfOneRun(GetParam()), second = bitsOfOneRun(GetParam());
   for (const auto& [name, all] : first) {
     EXPECT_TRUE(all == second.at(name)) << name << ": another result in the second run";
@@ -373,7 +413,7 @@ void checkReduceScatter(const Buffers& buffers, size_t count, DataType type, Red
                              toString(type), toString(op)));
 }
 
-TEST_P(CollectiveTest, ReduceScatterIsExact) {
+TEST_P(ReduceTest, ReduceScatterIsExact) {
   runRanks(GetParam(), [](RankContext& rank) {
     for (const Memory memory : {Memory::Ordinary, Memory::Shared, Memory::Mixed}) {
       forEachReduction([&](DataType type, ReduceOp op) {
@@ -401,7 +441,7 @@ void checkReduce(const Buffers& buffers, size_t count, DataType type, ReduceOp o
                              toString(type), toString(op), root));
 }
 
-TEST_P(CollectiveTest, ReduceIsExact) {
+TEST_P(ReduceTest, ReduceIsExact) {
   runRanks(GetParam(), [](RankContext& rank) {
     for (const Memory memory : {Memory::Ordinary, Memory::Shared, Memory::Mixed}) {
       Rank root = 0;

@@ -42,7 +42,7 @@ class LateRank : public testing::TestWithParam<std::vector<int>> {
   // and both run `together`.
   void run(const Body& ahead, const Body& together) {
     const bool isOneNode = GetParam().size() == 1;
-    const std::vector<std::string> nodes{"id:node0", isOneNode ? "id:node0" : "id:node1"};
+    const std::vector<std::string> nodes{"node0", isOneNode ? "node0" : "node1"};
     std::latch begun(2);
     introductions_.resize(2);
     runRanks(GetParam(), [&](RankContext& rank) {
@@ -160,7 +160,7 @@ TEST(CreateGroup, SaysWhoDoesNotConnectInTime) {
   std::vector<std::optional<Error>> errors(2);
   const auto runRank = [&](Rank me) {
     engine::Engine::Options options;
-    options.process.nodeName = fmt::format("id:node{}", me);
+    options.process.settings.nodeId = fmt::format("node{}", me);
     engine::Engine engine(options);
     StoppingStore stopping(store, goesOn);
     try {

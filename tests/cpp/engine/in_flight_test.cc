@@ -42,10 +42,24 @@ void finish(RankContext& rank, const CompletionPtr& completion) {
   if (completion->error()) throw *completion->error();
 }
 
-class InFlightTest : public testing::TestWithParam<std::vector<int>> {};
-INSTANTIATE_TEST_SUITE_P(Layouts, InFlightTest,
-                         testing::Values(std::vector{1}, std::vector{3}, std::vector{2, 2},
-                                         std::vector{1, 1, 1}));
+class InFlightTest : public testing::TestWithParam<Job> {};
+class FusionTest : public InFlightTest {};
+
+const std::vector<std::vector<int>> kLayouts{{1}, {3}, {2, 2}, {1, 1, 1}};
+INSTANTIATE_TEST_SUITE_P(Layouts, InFlightTest, testing::ValuesIn(jobsOf(kLayouts)));
+INSTANTIATE_TEST_SUITE_P(Layouts, FusionTest, testing::ValuesIn(jobsOf(kLayouts)));
+
+// A single vector is copied before the arrival, several fused ones are not.
+void useShorterOneShot(Settings& settings) { settings.oneShotBytes = 2048; }
+INSTANTIATE_TEST_SUITE_P(LongerTogether, FusionTest,
+                         testing::ValuesIn(jobsOf(kLayouts, useShorterOneShot)));
+
+// Plans are dropped as soon as nothing runs them.
+void useNoPlanCache(Settings& settings) { settings.planCacheBytes = 0; }
+INSTANTIATE_TEST_SUITE_P(NoPlanCache, InFlightTest,
+                         testing::ValuesIn(jobsOf(kLayouts, useNoPlanCache)));
+INSTANTIATE_TEST_SUITE_P(NoPlanCache, FusionTest,
+                         testing::ValuesIn(jobsOf(kLayouts, useNoPlanCache)));
 
 TEST_P(InFlightTest, AsynchronousOperationsOfAllSizes) {
   runRanks(GetParam(), [](RankContext& rank) {
@@ -131,7 +145,7 @@ TEST_P(InFlightTest, ABarrierEndsAfterWhatWasCalledBeforeIt) {
 }
 
 // Ranks take turns to be ahead of each other, so that they have different numbers of waiting requests.
-TEST_P(InFlightTest, SmallAllReducesMayBeFused) {
+TEST_P(FusionTest, SmallAllReducesMayBeFused) {
   runRanks(GetParam(), [](RankContext& rank) {
     std::mt19937 random(static_cast<unsigned>(7 + rank.rank));
     for (int round = 0; round < 20; ++round) {

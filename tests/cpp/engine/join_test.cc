@@ -46,9 +46,9 @@ class SpoilingStore final : public bootstrap::Store {
 
 class JoinTest : public testing::TestWithParam<std::vector<std::string>> {};
 INSTANTIATE_TEST_SUITE_P(Layouts, JoinTest,
-                         testing::Values(std::vector<std::string>{"id:a", "id:a", "id:a"},
-                                         std::vector<std::string>{"id:a", "id:a", "id:b"},
-                                         std::vector<std::string>{"id:a", "id:b", "id:c"}));
+                         testing::Values(std::vector<std::string>{"a", "a", "a"},
+                                         std::vector<std::string>{"a", "a", "b"},
+                                         std::vector<std::string>{"a", "b", "c"}));
 
 TEST_P(JoinTest, AllRanksHearWhyOneCannot) {
   const Watchdog watchdog;
@@ -59,7 +59,7 @@ TEST_P(JoinTest, AllRanksHearWhyOneCannot) {
   std::vector<std::optional<Error>> errors(nodes.size());
   const auto runRank = [&](Rank me) {
     engine::Engine::Options options;
-    options.process.nodeName = nodes[static_cast<size_t>(me)];
+    options.process.settings.nodeId = nodes[static_cast<size_t>(me)];
     options.process.slabBytes = size_t{16} << 30;
     engine::Engine engine(options);
     SpoilingStore spoiling(store);

@@ -67,7 +67,7 @@ std::vector<std::string> survive(engine::Engine& engine, engine::groups::Group& 
 
 void runChild(int socket, Rank me, const std::vector<std::string>& nodes, bool dies) {
   engine::Engine::Options options;
-  options.process.nodeName = nodes[static_cast<size_t>(me)];
+  options.process.settings.nodeId = nodes[static_cast<size_t>(me)];
   // Never destroyed, because the child ends with _exit.
   auto& engine = *new engine::Engine(options);
   if (nodes.front() != nodes.back())
@@ -169,9 +169,9 @@ void checkDeath(const std::vector<std::string>& nodes, Rank victim) {
   }
 }
 
-TEST(ProcessDeathTest, OnTheSameNode) { checkDeath({"id:a", "id:a", "id:a"}, 1); }
-TEST(ProcessDeathTest, OnAnotherNode) { checkDeath({"id:a", "id:b", "id:c"}, 2); }
-TEST(ProcessDeathTest, OnBoth) { checkDeath({"id:a", "id:a", "id:b", "id:b"}, 3); }
+TEST(ProcessDeathTest, OnTheSameNode) { checkDeath({"a", "a", "a"}, 1); }
+TEST(ProcessDeathTest, OnAnotherNode) { checkDeath({"a", "b", "c"}, 2); }
+TEST(ProcessDeathTest, OnBoth) { checkDeath({"a", "a", "b", "b"}, 3); }
 
 }  // namespace
 }  // namespace smddp::test

@@ -5,7 +5,6 @@
 #include <array>
 #include <bit>
 #include <cmath>
-#include <cstdlib>
 
 #include "transport/sim/sim_transport.h"
 #include "transport/striped_transport.h"
@@ -14,14 +13,15 @@ namespace smddp::test {
 namespace {
 
 // Small limits, so that vectors of a few kilobytes take many chunks and the windows are always full.
-const bool kSmallLimits = [] {
-  setenv("SMDDP_CHUNK_BYTES", "1024", 0);
-  setenv("SMDDP_FABRIC_CHUNK_BYTES", "2048", 0);
-  setenv("SMDDP_POOL_BYTES", "16384", 0);
-  setenv("SMDDP_ONE_SHOT_BYTES", "512", 0);
-  setenv("SMDDP_FUSION_BYTES", "512", 0);
-  return true;
-}();
+Settings smallLimits() {
+  Settings settings;
+  settings.chunkBytes = 1024;
+  settings.fabricChunkBytes = 2048;
+  settings.poolBytes = 16384;
+  settings.oneShotBytes = 512;
+  settings.fusionBytes = 512;
+  return settings;
+}
 
 class SimClock final : public Clock {
  public:
@@ -50,16 +50,17 @@ Faults randomFaults(Random& random, Simulation::Trouble trouble) {
 
 }  // namespace
 
-Simulation::Simulation(uint64_t seed, Trouble trouble)
+Simulation::Simulation(uint64_t seed, Trouble trouble, std::string algorithm)
     : seed_(seed),
       trouble_(trouble),
+      algorithm_(std::move(algorithm)),
       random_(seed),
       network_(seed, randomFaults(random_, trouble)) {
   // Most groups are small, because most faults between many ranks also occur between few.
   const int size = static_cast<int>(random_.between(2, random_.chance(0.25) ? 7 : 4));
   const int numNodes = static_cast<int>(random_.between(1, std::min(size, 5)));
   for (Rank r = 0; r < size; ++r) {
-    nodes_.push_back(fmt::format("id:{}", r < numNodes ? r : random_.between(0, numNodes - 1)));
+    nodes_.push_back(fmt::format("{}", r < numNodes ? r : random_.between(0, numNodes - 1)));
   }
   if (random_.chance(0.3)) numCards_ = 2;
   makePlayers();
@@ -91,7 +92,9 @@ void Simulation::makePlayers() {
     };
     options.process.id.emplace();
     for (auto& byte : *options.process.id) byte = static_cast<std::byte>(random_.next());
-    options.process.nodeName = nodes_[rank];
+    options.process.settings = smallLimits();
+    options.process.settings.nodeId = nodes_[rank];
+    options.process.settings.algorithm = algorithm_;
     options.process.slabBytes = size_t{64} << 20;
     options.process.lifelines = false;
     Player player;
@@ -105,7 +108,7 @@ void Simulation::makeGroup(const std::string& name, const std::vector<Rank>& mem
   const int size = static_cast<int>(members.size());
   constexpr std::array kWires{"fp32", "bf16", "int8", "int8+feedback"};
   // Other algorithms than the built-in choice know no formats.
-  const bool encodes = std::getenv("SMDDP_ALGORITHM") == nullptr;
+  const bool encodes = algorithm_.empty();
   const char* const wire = kWires[encodes ? (seed_ + programs_.size()) % kWires.size() : 0];
   programs_.push_back(std::make_unique<std::vector<Call>>(randomProgram(size)));
   for (size_t number = 0; number < programs_.back()->size(); ++number) {

@@ -32,7 +32,8 @@ class Simulation {
   };
   static constexpr Nanoseconds kTimeout = 50'000'000;
 
-  Simulation(uint64_t seed, Trouble trouble);
+  // `algorithm`: SMDDP_ALGORITHM.
+  Simulation(uint64_t seed, Trouble trouble, std::string algorithm = "");
   // Runs until every call of every living rank has ended. Failures are gtest failures.
   void run();
   // A record of all events on the network, and of how and when every call ended.
@@ -88,6 +89,7 @@ class Simulation {
 
   const uint64_t seed_;
   const Trouble trouble_;
+  const std::string algorithm_;
   Random random_;
   SimNetwork network_;
   std::vector<std::string> nodes_;  // by rank

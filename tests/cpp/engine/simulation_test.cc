@@ -21,6 +21,8 @@ constexpr uint64_t kParts = kSanitized ? 20 : 4;
 
 class SimulationTest : public testing::Test {
  protected:
+  explicit SimulationTest(std::string algorithm = "") : algorithm_(std::move(algorithm)) {}
+
   // Stops at the first seed that fails. Returns the number of calls that ended with an error.
   int runSeeds(uint64_t first, uint64_t count, Trouble trouble) {
     Share share = shareOf(kParts);
@@ -31,7 +33,7 @@ class SimulationTest : public testing::Test {
     for (uint64_t seed = first + share.first; seed < first + count && !HasFailure();
          seed += share.step) {
       watchdog_.restart();
-      Simulation simulation(seed, trouble);
+      Simulation simulation(seed, trouble, algorithm_);
       SCOPED_TRACE(fmt::format("SIMULATION_SEED={}: {}", seed, simulation.describe()));
       simulation.run();
       numErrors += simulation.numErrors();
@@ -39,6 +41,30 @@ class SimulationTest : public testing::Test {
     return numErrors;
   }
 
+  void requireSameTraces() {
+    std::set<std::string> different;
+    uint64_t seed = 40'000;
+    for (const Trouble trouble :
+         {Trouble::None, Trouble::Drop, Trouble::Partition, Trouble::Kill, Trouble::All}) {
+      for (int i = 0; i < 10; ++i) {
+        watchdog_.restart();
+        ++seed;
+        SCOPED_TRACE(seed);
+        std::string traces[2];
+        for (std::string& trace : traces) {
+          Simulation simulation(seed, trouble, algorithm_);
+          simulation.run();
+          trace = simulation.trace();
+        }
+        EXPECT_EQ(traces[0], traces[1]);
+        different.insert(traces[0]);
+      }
+    }
+    EXPECT_EQ(different.size(), 50u);
+  }
+
+ private:
+  const std::string algorithm_;
   Watchdog watchdog_;
 };
 
@@ -53,27 +79,20 @@ TEST_F(SimulationTest, PartitionedNetwork) {
 TEST_F(SimulationTest, KilledRank) { EXPECT_GT(runSeeds(30'001, 2000, Trouble::Kill), 0); }
 TEST_F(SimulationTest, AllAtOnce) { EXPECT_GT(runSeeds(50'001, 2000, Trouble::All), 0); }
 
-TEST_F(SimulationTest, TheSameSeedGivesTheSameTrace) {
-  std::set<std::string> different;
-  uint64_t seed = 40'000;
-  for (const Trouble trouble :
-       {Trouble::None, Trouble::Drop, Trouble::Partition, Trouble::Kill, Trouble::All}) {
-    for (int i = 0; i < 10; ++i) {
-      watchdog_.restart();
-      ++seed;
-      SCOPED_TRACE(seed);
-      std::string traces[2];
-      for (std::string& trace : traces) {
-        Simulation simulation(seed, trouble);
-        simulation.run();
-        trace = simulation.trace();
-      }
-      EXPECT_EQ(traces[0], traces[1]);
-      different.insert(traces[0]);
-    }
-  }
-  EXPECT_EQ(different.size(), 50u);
-}
+TEST_F(SimulationTest, TheSameSeedGivesTheSameTrace) { requireSameTraces(); }
+
+// The table does not choose these for small groups.
+class AlgorithmSimulationTest : public SimulationTest,
+                                public testing::WithParamInterface<std::string> {
+ protected:
+  AlgorithmSimulationTest() : SimulationTest("allreduce=" + GetParam()) {}
+};
+INSTANTIATE_TEST_SUITE_P(Algorithms, AlgorithmSimulationTest,
+                         testing::Values("ring", "halving_doubling"),
+                         [](const auto& info) { return info.param; });
+
+TEST_P(AlgorithmSimulationTest, AllAtOnce) { EXPECT_GT(runSeeds(50'001, 2000, Trouble::All), 0); }
+TEST_P(AlgorithmSimulationTest, TheSameSeedGivesTheSameTrace) { requireSameTraces(); }
 
 }  // namespace
 }  // namespace smddp::test

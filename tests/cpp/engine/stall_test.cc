@@ -32,12 +32,12 @@ class StallTest : public testing::Test {
  protected:
   StallTest() {
     std::vector<engine::groups::Place> places;
-    engine::groups::Members members{{}, {"id:node0", "id:node0"}};
+    engine::groups::Members members{{}, {"node0", "node0"}};
     for (Rank rank = 0; rank < 2; ++rank) {
       engine::Engine::Options options;
       options.progressThread = false;
       options.process.clock = clock_;
-      options.process.nodeName = "id:node0";
+      options.process.settings.nodeId = "node0";
       options.process.slabBytes = size_t{1} << 30;
       options.process.metrics = metrics_;
       auto& player = players_[static_cast<size_t>(rank)];

@@ -1,6 +1,7 @@
 #include "reduction/reduce.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <set>
 #include <string>
@@ -10,7 +11,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "common/config.h"
 #include "common/error.h"
 #include "reduction/guarded_buffer.h"
 #include "reduction/kernel_table.h"
@@ -190,13 +190,18 @@ TEST(Reduce, SupportsWhatHasAMeaning) {
           << toString(type) << " " << toString(op);
 }
 
-// This test also runs with SMDDP_SIMD=scalar; see CMakeLists.txt.
 TEST(Level, FollowsTheSetting) {
-  const std::string& wanted = settings().simd;
-  if (wanted == "auto")
-    EXPECT_EQ(simdLevel(), availableLevels().back());
-  else
-    EXPECT_EQ(toString(simdLevel()), wanted);
+  // A process reads the setting once. So each value gets a process of its own.
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto exitWith = [](const char* wanted, SimdLevel expected) {
+    setenv("SMDDP_SIMD", wanted, 1);
+    std::_Exit(simdLevel() == expected ? 0 : 1);
+  };
+  EXPECT_EXIT(exitWith("auto", availableLevels().back()), testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(exitWith("scalar", SimdLevel::Scalar), testing::ExitedWithCode(0), "");
+}
+
+TEST(Level, IsTakenByReductions) {
   std::vector<float> a{1}, b{2}, out{0};
   const void* srcs[] = {a.data(), b.data()};
   void* dsts[] = {out.data()};

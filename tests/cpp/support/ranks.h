@@ -4,10 +4,13 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <ostream>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "common/config.h"
 #include "engine/engine.h"
 #include "support/local_store.h"
 
@@ -41,7 +44,7 @@ inline void runRanks(
         [](Rank, engine::Engine::Options&) {}) {
   std::vector<std::string> nodes;
   for (size_t n = 0; n < layout.size(); ++n) {
-    for (int i = 0; i < layout[n]; ++i) nodes.push_back("id:node" + std::to_string(n));
+    for (int i = 0; i < layout[n]; ++i) nodes.push_back("node" + std::to_string(n));
   }
   const int size = static_cast<int>(nodes.size());
   LocalStore store;
@@ -52,7 +55,7 @@ inline void runRanks(
     threads.emplace_back([&, rank] {
       try {
         engine::Engine::Options options;
-        options.process.nodeName = nodes[rank];
+        options.process.settings.nodeId = nodes[rank];
         // All ranks share one address space, of which ThreadSanitizer leaves little.
         options.process.slabBytes = size_t{16} << 30;
         prepare(rank, options);
@@ -75,6 +78,36 @@ inline void runRanks(
   for (const auto& error : errors) {
     if (error) std::rethrow_exception(error);
   }
+}
+
+// A layout, and the settings of all ranks: the parameter of tests that run with several.
+struct Job {
+  std::vector<int> layout;
+  Settings settings;
+};
+
+inline std::vector<Job> jobsOf(
+    const std::vector<std::vector<int>>& layouts,
+    const std::function<void(Settings&)>& change = [](Settings&) {}) {
+  std::vector<Job> jobs;
+  for (const auto& layout : layouts) change(jobs.emplace_back(Job{layout, {}}).settings);
+  return jobs;
+}
+
+// "nodes_2_1"
+inline std::string nameOf(const Job& job) {
+  std::string name = "nodes";
+  for (const int ranks : job.layout) name += "_" + std::to_string(ranks);
+  return name;
+}
+inline void PrintTo(const Job& job, std::ostream* out) { *out << nameOf(job); }
+
+inline void runRanks(const Job& job, const std::function<void(RankContext&)>& body) {
+  runRanks(job.layout, body, [&](Rank, engine::Engine::Options& options) {
+    std::string node = std::move(options.process.settings.nodeId);
+    options.process.settings = job.settings;
+    options.process.settings.nodeId = std::move(node);
+  });
 }
 
 }  // namespace smddp::test

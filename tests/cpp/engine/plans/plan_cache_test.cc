@@ -14,6 +14,11 @@ constexpr size_t kLimit = 64 << 10;
 
 class PlanCacheTest : public testing::Test {
  protected:
+  static Settings withRoom(size_t bytes) {
+    Settings settings;
+    settings.planCacheBytes = static_cast<int64_t>(bytes);
+    return settings;
+  }
   static Shape sum(int64_t elements) { return {Collective::AllReduce, 4 * elements}; }
   void askForOthers(int64_t first, int64_t count) {
     for (int64_t i = 0; i < count; ++i) cache_.get(sum(first + i));
@@ -21,7 +26,7 @@ class PlanCacheTest : public testing::Test {
 
   const plan::Topology topology_ = plan::Topology::fromNames({"a", "a", "b"}, 0);
   const plan::Limits limits_{};
-  PlanCache cache_{topology_, limits_, "", Wire::fp32, nullptr, kLimit};
+  PlanCache cache_{topology_, limits_, withRoom(kLimit)};
 };
 
 // Zero where malloc is not glibc's, as under sanitizers.
@@ -69,7 +74,7 @@ TEST_F(PlanCacheTest, WhatIsHeldStays) {
 }
 
 TEST_F(PlanCacheTest, OnePlanIsKeptWithoutAnyRoom) {
-  PlanCache none(topology_, limits_, "", Wire::fp32, nullptr, 0);
+  PlanCache none(topology_, limits_, withRoom(0));
   EXPECT_EQ(none.get(sum(7)).shape, sum(7));
   EXPECT_EQ(none.get(sum(8)).shape, sum(8));
   EXPECT_EQ(none.size(), 1u);
@@ -80,7 +85,7 @@ TEST_F(PlanCacheTest, MoreChunksThanCountersHoldAreRefused) {
   const plan::Limits small{.chunkBytes = 64, .fabricChunkBytes = 64, .messageBytes = 64};
   for (const auto& nodes : {std::vector<std::string>{"a", "a"}, {"a", "a", "b"}}) {
     const auto topology = plan::Topology::fromNames(nodes, 0);
-    PlanCache cache(topology, small, "");
+    PlanCache cache(topology, small, Settings());
     EXPECT_NO_THROW(cache.get(sum(1 << 20)));
     try {
       cache.get(sum(1 << 29));

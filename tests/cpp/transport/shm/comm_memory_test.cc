@@ -92,7 +92,7 @@ TEST(CommMemory, CacheOfNothingReturnsAllMemory) {
 }
 
 TEST(CommMemory, LocatesExactlyWhatLiesInOneBlock) {
-  CommMemory memory(smallSlab());
+  CommMemory memory(smallSlab(), 64 * kMiB);
   auto* large = static_cast<std::byte*>(memory.allocate(3 * kMiB));
   auto* small = static_cast<std::byte*>(memory.allocate(100));  // takes 128
   auto* next = static_cast<std::byte*>(memory.allocate(64));
@@ -118,7 +118,7 @@ TEST(CommMemory, LocatesExactlyWhatLiesInOneBlock) {
 }
 
 TEST(CommMemory, RefusesForeignAndDoubleFrees) {
-  CommMemory memory(smallSlab());
+  CommMemory memory(smallSlab(), 64 * kMiB);
   int local = 0;
   void* large = memory.allocate(kMiB);
   auto* small = static_cast<std::byte*>(memory.allocate(64));
@@ -258,7 +258,7 @@ TEST_F(MateMemoryTest, OutlivesItsOwner) {
 
 TEST(MateMemory, OfThisProcessIsTheSameMemory) {
   const auto slab = smallSlab();
-  CommMemory memory(slab);
+  CommMemory memory(slab, 64 * kMiB);
   void* block = memory.allocate(kMiB);
   MateMemory mate(Mate::attach(slab->address()));
   EXPECT_EQ(mate.resolve(*memory.locate(block, kMiB), kMiB), block);
