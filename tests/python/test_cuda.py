@@ -15,6 +15,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -137,7 +138,8 @@ def test_values_in_pieces(cases: str, env: dict[str, str]) -> None:
         assert set(paths) == {"ipc"}
 
 
-def _frees_between_calls() -> None:
+@on_ranks("3", env=IPC, timeout=120)
+def test_memory_that_is_freed_in_memory() -> None:
     """A freed address that the driver uses for other memory is mapped again."""
     with device_cases.job("cuda") as device:
         me, size = dist.get_rank(), dist.get_world_size()
@@ -148,10 +150,6 @@ def _frees_between_calls() -> None:
             del tensor
             if number % 2:
                 torch.cuda.empty_cache()
-
-
-def test_memory_that_is_freed_in_memory() -> None:
-    ranks.check_ranks(_frees_between_calls, "3", env=IPC, timeout=120)
 
 
 def _dies() -> str:
@@ -320,17 +318,14 @@ def test_rails(cases: str) -> None:
         assert set(paths) == {"rails"}
 
 
-def _shards_on_rails() -> None:
+@on_ranks("2x2", env=RAILS, timeout=120)
+def test_fsdp2_on_rails() -> None:
     from smddp.torch import backend
 
     os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     backend._gpu_name = lambda index: f"GPU {os.environ['RANK']}"
     _shards()
-
-
-def test_fsdp2_on_rails() -> None:
-    ranks.check_ranks(_shards_on_rails, "2x2", env=RAILS, timeout=120)
 
 
 # --- choice of the path

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from ranks import check_ranks
 from torch import nn
 
@@ -296,7 +297,9 @@ def test_many_questions(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(output), torch.tensor(whole))
 
 
-def schedule_first() -> None:
+@pytest.mark.multiprocess
+@on_ranks("1")
+def test_a_schedule_may_come_before_the_wrapper() -> None:
     """A schedule that was made before the optimizer was wrapped still counts its steps."""
     smp.init({"partitions": 1})
     model = smp.DistributedModel(nn.Linear(2, 2))
@@ -308,11 +311,6 @@ def schedule_first() -> None:
         optimizer.step()
         schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.5
-
-
-@pytest.mark.multiprocess
-def test_a_schedule_may_come_before_the_wrapper() -> None:
-    check_ranks(schedule_first, "1")
 
 
 def wrong_partition_file(file: str, text: str) -> None:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 import torch._dynamo
+from on_ranks import on_ranks
 from ranks import check_ranks
 from smp.census import Census
 from smp.test_delayed import GPT2, tensors
@@ -380,7 +381,9 @@ def test_a_model_larger_than_the_memory_of_a_rank(config: dict[str, Any]) -> Non
         assert seen == expected.keys()
 
 
-def left_over() -> None:
+@pytest.mark.multiprocess
+@on_ranks("2")
+def test_tensors_that_are_left_when_the_model_is_divided() -> None:
     smp.init({**MANUAL, "partitions": 2})
     with smp.delay_param_initialization():
         net = nn.Sequential(nn.Linear(2, 2), nn.utils.weight_norm(nn.Linear(2, 2)))
@@ -407,11 +410,9 @@ def left_over() -> None:
 
 
 @pytest.mark.multiprocess
-def test_tensors_that_are_left_when_the_model_is_divided() -> None:
-    check_ranks(left_over, "2")
-
-
-def refused(parts: int) -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+@on_ranks("2")
+def test_all_ranks_raise_if_a_parameter_cannot_come_to_life(parts: int) -> None:
     """All ranks raise when a parameter cannot come to life, and the job can go on."""
     smp.init({**MANUAL, "partitions": parts})
     table = torch.ones(200, 200)
@@ -427,9 +428,3 @@ def refused(parts: int) -> None:
     smp.set_partition((model := smp.DistributedModel(net)).get_module()[1], 1)
     with pytest.raises(SMPMicrobatchError, match=text):
         evaluate(model, torch.ones(2, 200).to(device()))
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("parts", [1, 2])
-def test_all_ranks_raise_if_a_parameter_cannot_come_to_life(parts: int) -> None:
-    check_ranks(refused, "2", parts)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from on_ranks import on_ranks
 from ranks import check_ranks
 from smp.failing_models import MANUAL, Faulty, train
 from torch import nn
@@ -22,14 +23,11 @@ from smddp.modelparallel.core.errors import (
 pytestmark = pytest.mark.multiprocess
 
 
-def pinning_in_vain() -> None:
+@on_ranks("2")
+def test_partitions_asked_for_in_vain() -> None:
     smp.init({"partitions": 2, "ddp": True})
     with pytest.warns(UserWarning, match="no effect while auto_partition is on"), smp.partition(0):
         nn.Linear(1, 1)
-
-
-def test_partitions_asked_for_in_vain() -> None:
-    check_ranks(pinning_in_vain, "2")
 
 
 def failing_at_first() -> tuple[str, list[int], float]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from ranks import check_ranks
 from smp.zoo import device
 from torch import Tensor, nn
@@ -136,7 +137,10 @@ def train_step(model: Any, optimizer: Any, words: Tensor, x: Tensor) -> Any:
     return loss
 
 
-def two_halves(first: bool) -> None:
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("first", [True, False], ids=["optimizers first", "model first"])
+@on_ranks("1")
+def test_half_precision_takes_one_optimizer(first: bool) -> None:
     """An optimizer for each part of a model in half precision."""
     smp.init({"partitions": 1, "ddp": True, "microbatches": MICROBATCHES, "fp16": True})
     net = Net()
@@ -154,12 +158,6 @@ def two_halves(first: bool) -> None:
     other.step()
     changed = [n for n, value in model.state_dict().items() if not torch.equal(value, before[n])]
     assert changed == ["last.weight", "last.bias"]
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("first", [True, False], ids=["optimizers first", "model first"])
-def test_half_precision_takes_one_optimizer(first: bool) -> None:
-    check_ranks(two_halves, "1", first)
 
 
 class Waves(nn.Module):
@@ -213,7 +211,10 @@ def test_complex_parameters_step_with_unscaled_gradients(divided: bool) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
-def added_twice(config: dict[str, Any]) -> None:
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("config", [{"fp16": True}, SHARDED])
+@on_ranks("2")
+def test_a_parameter_is_in_one_group(config: dict[str, Any]) -> None:
     smp.init({"partitions": 1, "ddp": True, "microbatches": MICROBATCHES, **config})
     net = Net()
     model = smp.DistributedModel(net)
@@ -230,12 +231,8 @@ def added_twice(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("config", [{"fp16": True}, SHARDED])
-def test_a_parameter_is_in_one_group(config: dict[str, Any]) -> None:
-    check_ranks(added_twice, "2", config)
-
-
-def state_made_at_once() -> None:
+@on_ranks("1")
+def test_state_that_is_made_at_once_is_that_of_masters() -> None:
     """Adagrad makes its state when it is created; the squares of small gradients are 0 in fp16."""
     smp.init({"partitions": 1, "ddp": True, "microbatches": MICROBATCHES, "fp16": True})
     model = smp.DistributedModel(Net())
@@ -246,11 +243,6 @@ def state_made_at_once() -> None:
     assert len(optimizer.state) == len(list(model.parameters()))
     for master, own in optimizer.state.items():
         torch.testing.assert_close(own["sum"], master.grad.square())
-
-
-@pytest.mark.multiprocess
-def test_state_that_is_made_at_once_is_that_of_masters() -> None:
-    check_ranks(state_made_at_once, "1")
 
 
 def begin(parts: int, seed: int = 0, **config: Any) -> tuple[Any, Any, Any]:
@@ -485,7 +477,11 @@ def updating_step(model: Any, optimizer: Any, words: Tensor, x: Tensor, update: 
         optimizer.backward(loss, update_master_grads=False)
 
 
-def updating(parts: int, scale: float) -> None:
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("scale", [128.0, 2.0**30])
+@on_ranks("{parts}")
+def test_backward_updates_the_masters(parts: int, scale: float) -> None:
     """Apex copies gradients to the masters in `backward`, unless the script does not want that."""
     model, optimizer, _ = begin(parts, arguments={"static_loss_scale": scale})
     overflows = scale > 1e6
@@ -517,13 +513,6 @@ def updating(parts: int, scale: float) -> None:
         words, x = batch(0, 0)
         optimizer.backward(loss_of(model(words, x), x))
         assert None not in grads()
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("scale", [128.0, 2.0**30])
-def test_backward_updates_the_masters(parts: int, scale: float) -> None:
-    check_ranks(updating, str(parts), parts, scale)
 
 
 def fp32_sums() -> tuple[int, list[Tensor]]:
@@ -630,7 +619,9 @@ def test_masters_follow_weights_that_are_loaded() -> None:
             assert torch.equal(found, expected), name
 
 
-def later_group() -> None:
+@pytest.mark.multiprocess
+@on_ranks("1")
+def test_groups_may_be_added() -> None:
     """Parameters that the optimizer gets later have masters, too."""
     smp.init({"fp16": True})
     torch.manual_seed(0)
@@ -646,11 +637,6 @@ def later_group() -> None:
     assert [len(group) for group in optimizer.fp32_from_fp16_groups] == [2, 1]
     torch.testing.assert_close(optimizer.fp32_from_fp16_groups[1][0], expected)
     assert torch.equal(net[1].weight, expected.half())
-
-
-@pytest.mark.multiprocess
-def test_groups_may_be_added() -> None:
-    check_ranks(later_group, "1")
 
 
 def scales(scaler: LossScaler, overflows: str) -> list[float]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from on_ranks import on_ranks
 from ranks import check_ranks, listen
 from smp.failing_models import MANUAL, train
 from smp.test_config import WRONG, WRONG_TOGETHER
@@ -96,7 +97,8 @@ def test_ranks_with_other_modules(ranks: int, different: tuple[int, ...], text: 
         assert wanted in found
 
 
-def misused() -> None:
+@on_ranks("2")
+def test_misuse_is_refused_on_all_ranks() -> None:
     layer = nn.Linear(2, 2)
     with pytest.raises(SMPInitializationError, match=r"call smp.init\(\)"):
         smp.DistributedModel(layer)
@@ -236,11 +238,8 @@ def misused() -> None:
         remote.forward(torch.ones(4))
 
 
-def test_misuse_is_refused_on_all_ranks() -> None:
-    check_ranks(misused, "2")
-
-
-def impossible() -> None:
+@on_ranks("2")
+def test_what_cannot_be_divided() -> None:
     """A parameter shared across partitions."""
     smp.init({"partitions": 2, **MANUAL})
     with smp.partition(1):
@@ -252,10 +251,6 @@ def impossible() -> None:
         train(model, torch.ones(8, 4), "")
 
 
-def test_what_cannot_be_divided() -> None:
-    check_ranks(impossible, "2")
-
-
 @smp.step
 def backward_twice(model: Any, x: torch.Tensor) -> Any:
     loss = model(x).sum()
@@ -264,7 +259,8 @@ def backward_twice(model: Any, x: torch.Tensor) -> Any:
     return loss
 
 
-def second_backward() -> None:
+@on_ranks("2")
+def test_what_a_remote_call_needs_is_there_once() -> None:
     smp.init({"partitions": 2, **MANUAL})
     with smp.partition(1):
         last = nn.Linear(4, 4)
@@ -272,10 +268,6 @@ def second_backward() -> None:
     with pytest.raises(SMPMicrobatchError, match="a second backward pass"):
         backward_twice(model, torch.ones(8, 4))
     train(model, torch.ones(8, 4), "")
-
-
-def test_what_a_remote_call_needs_is_there_once() -> None:
-    check_ranks(second_backward, "2")
 
 
 class Kept:
@@ -320,7 +312,8 @@ def call_parts(model: Any, x: torch.Tensor, how: str) -> Any:
     return loss
 
 
-def never_called() -> None:
+@on_ranks("2")
+def test_gradients_before_the_first_call_of_the_model_are_refused() -> None:
     smp.init({"partitions": 2, **MANUAL})
     with smp.partition(1):
         last = nn.Linear(4, 4)
@@ -333,10 +326,6 @@ def never_called() -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
     train(model, torch.ones(8, 4), "")
     call_parts(model, torch.ones(8, 4), "model.backward")  # now it is known where they live
-
-
-def test_gradients_before_the_first_call_of_the_model_are_refused() -> None:
-    check_ranks(never_called, "2")
 
 
 @smp.step(input_split_axes={"weights": 1})
@@ -403,14 +392,11 @@ def test_ranks_in_different_steps() -> None:
         assert "every rank has to make the same calls" in text
 
 
-def different_configurations() -> None:
+@on_ranks("2")
+def test_ranks_with_different_configurations() -> None:
     microbatches = 2 + int(os.environ["RANK"])
     with pytest.raises(SMPInitializationError, match="microbatches is 2 on rank 0, 3 on rank 1"):
         smp.init({"partitions": 2, "microbatches": microbatches})
-
-
-def test_ranks_with_different_configurations() -> None:
-    check_ranks(different_configurations, "2")
 
 
 def asked_by_one_rank(what: str) -> tuple[str, list[str]]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from on_ranks import on_ranks
 from ranks import check_ranks
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_  # before smp.init, as scripts do
@@ -178,7 +179,8 @@ def test_a_model_may_have_several_optimizers(first: bool) -> None:
         torch.testing.assert_close(momenta, states)
 
 
-def strangers() -> None:
+@on_ranks("2")
+def test_parameters_that_are_not_the_models_are_refused() -> None:
     """Optimizers that do not fit the model."""
     gc.freeze()  # so that collecting a model does not visit all objects of torch
     smp.init({"partitions": 2, **MANUAL})
@@ -203,10 +205,6 @@ def strangers() -> None:
     right.add_param_group({"params": other.parameters()})
     with pytest.raises(SMPUsageError, match=r"no parameter of the smp.DistributedModel"):
         right.step()
-
-
-def test_parameters_that_are_not_the_models_are_refused() -> None:
-    check_ranks(strangers, "2")
 
 
 NORMS = [0, 0.5, 1, 2.0, 3, float("inf")]

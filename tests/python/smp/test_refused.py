@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from ranks import check_ranks
 from torch import nn
 
@@ -18,7 +19,8 @@ from smddp.modelparallel.core.errors import SMPMicrobatchError, SMPPartitionErro
 pytestmark = pytest.mark.multiprocess
 
 
-def models() -> None:
+@on_ranks("2")
+def test_models_that_cannot_be_divided() -> None:
     smp.init({"partitions": 2, "auto_partition": False, "default_partition": 0, "ddp": True})
     plain = nn.Linear(2, 2)
     with torch.device("meta"):
@@ -44,10 +46,6 @@ def models() -> None:
     model = smp.DistributedModel(nn.Sequential(plain, lazy))
     with pytest.raises(SMPUsageError, match="do not use DistributedDataParallel"):
         nn.parallel.DistributedDataParallel(model)
-
-
-def test_models_that_cannot_be_divided() -> None:
-    check_ranks(models, "2")
 
 
 class Talkative(nn.Module):
@@ -333,7 +331,8 @@ def test_what_is_refused_in_a_step(parts: int, ranks: int, config: dict[str, Any
         assert worked == (allowed if ranks == 1 else [])
 
 
-def unseen() -> None:
+@on_ranks("2")
+def test_changes_in_a_step_that_other_ranks_do_not_see_are_refused() -> None:
     smp.init({"partitions": 2, "auto_partition": False, "default_partition": 0})
     first = nn.Linear(2, 2)
     with smp.partition(1):
@@ -386,10 +385,6 @@ def unseen() -> None:
         assert weight.grad is None
         assert second[0].bias.grad is not None
         assert len(called) == 2
-
-
-def test_changes_in_a_step_that_other_ranks_do_not_see_are_refused() -> None:
-    check_ranks(unseen, "2")
 
 
 class OneMemory(nn.Module):

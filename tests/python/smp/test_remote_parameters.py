@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from ranks import check_ranks
 from torch import Tensor, nn
 from torch.func import functional_call  # before smp.init, as scripts do
@@ -103,7 +104,9 @@ def test_they_are_read_in_a_step_and_get_gradients() -> None:
                 torch.testing.assert_close(torch.tensor(value), torch.tensor(expected[1][name]))
 
 
-def refused() -> None:
+@pytest.mark.costly
+@on_ranks("2")
+def test_outside_a_step_an_error_names_them() -> None:
     smp.init({"partitions": 2, **MANUAL})
     module = Net(2)
     model = smp.DistributedModel(module)
@@ -193,11 +196,6 @@ def refused() -> None:
     values, _ = returns(model, torch.ones(4, 4))
     assert values.outputs[0].shape == (4, 4)
     train(model, torch.ones(4, 4))
-
-
-@pytest.mark.costly
-def test_outside_a_step_an_error_names_them() -> None:
-    check_ranks(refused, "2")
 
 
 def used_too_early() -> str:

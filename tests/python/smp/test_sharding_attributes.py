@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from ranks import (
     check_ranks,
 )
@@ -30,7 +31,15 @@ def sum_over_group(value: Tensor) -> float:
     return float(total)
 
 
-def attributes(half: bool) -> None:
+def saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
+@on_ranks("2")
+def test_attributes_that_scripts_read(half: bool) -> None:
     model, optimizer = small(fp16=half)
     net = model.get_module()
     weight, bias = net.layers[0].weight, net.layers[0].bias
@@ -78,53 +87,6 @@ def attributes(half: bool) -> None:
     assert torch.equal(pickled, bias)
 
 
-def saved(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-def attributes_with_partitions() -> None:
-    smp.init(
-        {
-            "ddp": True,
-            "partitions": 2,
-            "sharded_data_parallel_degree": 2,
-            "sdp_param_persistence_threshold": 20,
-            "auto_partition": False,
-            "default_partition": 0,
-        }
-    )
-    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-    optimizer = smp.DistributedOptimizer(sgd)
-    with pytest.raises(SMPUsageError, match="wrap the model before you read it"):
-        optimizer.fp32_partitioned_groups_flat[0]
-    model = smp.DistributedModel(net)
-    smp.set_partition(net[1], 1)
-    first = smp.dp_rank() == 0
-    counts = [parameter.ds_tensor.ds_numel for parameter in net.parameters()]
-    assert counts == [32, 8 if first else 0] * 2
-    before = optimizer.fp32_partitioned_groups_flat[0]
-    assert before.numel() == sum(counts)
-    assert before.isnan().all()
-    assert all(parameter.ds_tensor.isnan().all() for parameter in net.parameters())
-    squares(model, torch.ones(2, 8))
-    optimizer.step()
-    here = list(model.local_parameters())
-    for parameter in net.parameters():
-        count = counts.pop(0) if any(parameter is one for one in here) else counts.pop(0) * 0
-        assert parameter.ds_tensor.ds_numel == parameter.ds_tensor.numel() == count
-        assert not parameter.ds_tensor.isnan().any()
-    flat = optimizer.fp32_partitioned_groups_flat[0]
-    assert torch.equal(flat, torch.cat([parameter.ds_tensor.reshape(-1) for parameter in here]))
-
-
-@pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
-def test_attributes_that_scripts_read(half: bool) -> None:
-    check_ranks(attributes, "2", half)
-
-
 def reading_a_group(reads: bool) -> dict[str, Tensor]:
     """Trains a batch norm, which stays in full precision: its master shares its memory."""
     smp.init(
@@ -158,8 +120,41 @@ def test_reading_a_group_changes_nothing() -> None:
         check_state(found, expected, True, True, "")
 
 
+@on_ranks("4")
 def test_attributes_before_it_is_decided_where_parameters_live() -> None:
-    check_ranks(attributes_with_partitions, "4")
+    smp.init(
+        {
+            "ddp": True,
+            "partitions": 2,
+            "sharded_data_parallel_degree": 2,
+            "sdp_param_persistence_threshold": 20,
+            "auto_partition": False,
+            "default_partition": 0,
+        }
+    )
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = smp.DistributedOptimizer(sgd)
+    with pytest.raises(SMPUsageError, match="wrap the model before you read it"):
+        optimizer.fp32_partitioned_groups_flat[0]
+    model = smp.DistributedModel(net)
+    smp.set_partition(net[1], 1)
+    first = smp.dp_rank() == 0
+    counts = [parameter.ds_tensor.ds_numel for parameter in net.parameters()]
+    assert counts == [32, 8 if first else 0] * 2
+    before = optimizer.fp32_partitioned_groups_flat[0]
+    assert before.numel() == sum(counts)
+    assert before.isnan().all()
+    assert all(parameter.ds_tensor.isnan().all() for parameter in net.parameters())
+    squares(model, torch.ones(2, 8))
+    optimizer.step()
+    here = list(model.local_parameters())
+    for parameter in net.parameters():
+        count = counts.pop(0) if any(parameter is one for one in here) else counts.pop(0) * 0
+        assert parameter.ds_tensor.ds_numel == parameter.ds_tensor.numel() == count
+        assert not parameter.ds_tensor.isnan().any()
+    flat = optimizer.fp32_partitioned_groups_flat[0]
+    assert torch.equal(flat, torch.cat([parameter.ds_tensor.reshape(-1) for parameter in here]))
 
 
 def evaluation() -> Any:

@@ -15,6 +15,7 @@ import interpreters
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from ranks import (
     arrive,
     await_ranks,
@@ -361,7 +362,8 @@ def changing(model: Any, x: Tensor, what: str) -> Any:
     return loss
 
 
-def misuse() -> None:
+@on_ranks("2")
+def test_misuse_raises_on_all_ranks() -> None:
     config = {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 20}
     smp.init(config)
     net = Changes()
@@ -404,21 +406,14 @@ def misuse() -> None:
     assert not torch.equal(model.state_dict()["weight"], before)
 
 
-def test_misuse_raises_on_all_ranks() -> None:
-    check_ranks(misuse, "2")
-
-
-def experts() -> None:
+@on_ranks("2")
+def test_control_flow_that_differs_is_refused() -> None:
     config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 8}
     smp.init({"ddp": True, "microbatches": 4, **config})
     model = smp.DistributedModel(make("mixture of experts"))
     batch = batch_of("mixture of experts", 0, smp.rank())
     with pytest.raises(SMPMicrobatchError, match=r"control flow that depends on data"):
         train_step(model, "mixture of experts", *batch)
-
-
-def test_control_flow_that_differs_is_refused() -> None:
-    check_ranks(experts, "2")
 
 
 def one_dies(step_of_death: int) -> list[str]:
@@ -501,7 +496,9 @@ class ChangesInPlace(nn.Module):
         return z
 
 
-def changes_in_place(degree: int) -> None:
+@pytest.mark.parametrize("degree", [1, 2])
+@on_ranks("2")
+def test_autograd_refuses_an_activation_that_has_changed_as_without_sharding(degree: int) -> None:
     sdp = {"sharded_data_parallel_degree": degree, "sdp_param_persistence_threshold": 1}
     smp.init({"ddp": True, **(sdp if degree > 1 else {})})
     model = smp.DistributedModel(ChangesInPlace())
@@ -509,12 +506,8 @@ def changes_in_place(degree: int) -> None:
         squares(model, torch.ones(2, 8))
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_autograd_refuses_an_activation_that_has_changed_as_without_sharding(degree: int) -> None:
-    check_ranks(changes_in_place, "2", degree)
-
-
-def backward_outside_a_step() -> None:
+@on_ranks("2")
+def test_a_backward_pass_outside_a_step_changes_no_gradient() -> None:
     said = listen()
     config = {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 9}
     smp.init(config)
@@ -532,10 +525,6 @@ def backward_outside_a_step() -> None:
         model(torch.ones(2, 8))
     squares(model, torch.ones(2, 8))
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_a_backward_pass_outside_a_step_changes_no_gradient() -> None:
-    check_ranks(backward_outside_a_step, "2")
 
 
 _FAILS_OUTSIDE = """

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from on_ranks import on_ranks
 from ranks import check_ranks
 from torch import nn
 
@@ -499,7 +500,8 @@ class Trains:
         return loss
 
 
-def functions() -> None:
+@on_ranks("1")
+def test_a_step_function_needs_no_name() -> None:
     smp.init({**MANUAL, "ddp": False})
     model = smp.DistributedModel(nn.Linear(4, 4))
     x = torch.ones(4, 4)
@@ -510,7 +512,3 @@ def functions() -> None:
         assert loss.reduce_sum().item() == pytest.approx(2 * model(x).sum().item())
         with pytest.raises(SMPUsageError, match=r"smp.step: .*missing a required argument"):
             step(*arguments[:-1])
-
-
-def test_a_step_function_needs_no_name() -> None:
-    check_ranks(functions, "1")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from ranks import check_ranks
 from smp.zoo import device
 from torch import Tensor, nn
@@ -288,17 +289,14 @@ def test_ranks_with_one_batch_leave_out_the_same(pp: int) -> None:
         assert torch.equal(*same)
 
 
-def hooked() -> None:
+@on_ranks("2")
+def test_hooks_of_gradients_are_refused() -> None:
     smp.init({"ddp": True, "tensor_parallel_degree": 2})
     model = smp.DistributedModel(WithDropout())
     with pytest.raises(smp.SMPUsageError, match=r"join\(\) does not work with tensor_parallel_"):
         model.join()
     with pytest.raises(smp.SMPUsageError, match="register_comm_hook does not work with tensor_"):
         model.register_comm_hook(None, lambda state, bucket: None)
-
-
-def test_hooks_of_gradients_are_refused() -> None:
-    check_ranks(hooked, "2")
 
 
 def fused(size: int) -> list[Any]:
@@ -329,7 +327,8 @@ def test_fused_optimizers_use_norms_of_whole_parameters() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def embedded() -> None:
+@on_ranks("2")
+def test_arguments_of_embeddings() -> None:
     """Compares embeddings with arguments of every kind to torch's."""
     smp.init({"ddp": True, "tensor_parallel_degree": 2})
     weight = torch.randn(WORDS, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -370,10 +369,6 @@ def embedded() -> None:
             DistributedEmbedding(WORDS, WIDTH, **wrong)
     model = smp.DistributedModel(net)
     assert not list(model.distributed_modules())
-
-
-def test_arguments_of_embeddings() -> None:
-    check_ranks(embedded, "2")
 
 
 def in_half() -> tuple[list[float], list[float]]:

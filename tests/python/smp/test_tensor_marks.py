@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from ranks import check_ranks, listen, run_ranks
 from smp.zoo import device
 from torch import Tensor, nn
@@ -369,7 +370,8 @@ class Narrow(nn.Module):
         self.inner = nn.Linear(width, 4)
 
 
-def as_torch_does() -> None:
+@on_ranks("2")
+def test_divided_modules_do_what_those_of_torch_do() -> None:
     smp.init({"tensor_parallel_degree": 2, "ddp": True, "_match_weights": True})
     torch.manual_seed(3)
     with torch.no_grad():
@@ -404,7 +406,8 @@ def as_torch_does() -> None:
     smp.shutdown()
 
 
-def option_in_place_of_an_argument() -> None:
+@on_ranks("2")
+def test_options_of_a_mark_replace_arguments_by_position() -> None:
     smp.init({"tensor_parallel_degree": 2, "ddp": True})
     smp.tp_register_with_module(Narrow, Wide)
     with smp.tensor_parallelism(width=8):
@@ -413,11 +416,3 @@ def option_in_place_of_an_argument() -> None:
     (found,) = model.distributed_modules()
     assert found.in_features == 8
     smp.shutdown()
-
-
-def test_divided_modules_do_what_those_of_torch_do() -> None:
-    check_ranks(as_torch_does, "2")
-
-
-def test_options_of_a_mark_replace_arguments_by_position() -> None:
-    check_ranks(option_in_place_of_an_argument, "2")

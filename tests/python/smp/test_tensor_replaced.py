@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from ranks import ROOT, check_ranks, listen
 from torch import Tensor, nn
 
@@ -238,7 +239,9 @@ class Listed(nn.Module):
         return x
 
 
-def listed(size: int) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks("{size}")
+def test_calls_of_modules_that_were_replaced_are_refused(size: int) -> None:
     smp.init({"ddp": True, "tensor_parallel_degree": size})
     smp.tp_register_with_module(Block, Halves)
     with smp.tensor_parallelism():
@@ -259,8 +262,3 @@ def listed(size: int) -> None:
     step(model, torch.ones(2, 4))
     # A script may compare with the original.
     assert original(torch.ones(2, 4)).shape == (2, 4)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_calls_of_modules_that_were_replaced_are_refused(size: int) -> None:
-    check_ranks(listed, str(size), size)
