@@ -28,6 +28,10 @@ from torch import nn
 
 pytestmark = pytest.mark.multiprocess
 layouts = pytest.mark.parametrize("layout", ["2", "1+1"])
+hooks = pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d.Backend, "register_abort_hook"),
+    reason="this torch has no hooks",
+)
 
 
 def _callback_waits_for_a_caller() -> None:
@@ -421,10 +425,7 @@ def _hooks() -> list[str]:
     return ran
 
 
-@pytest.mark.skipif(
-    not hasattr(torch._C._distributed_c10d.Backend, "register_abort_hook"),
-    reason="this torch has no hooks",
-)
+@hooks
 def test_a_hook_that_fails_stops_no_other() -> None:
     for ran in ranks.check_ranks(_hooks, "2"):
         assert {"fails", "works"} <= set(ran)
@@ -464,10 +465,7 @@ def _hook_of_a_failure(how: str) -> tuple[list[str], str]:
     return said, threads[0]
 
 
-@pytest.mark.skipif(
-    not hasattr(torch._C._distributed_c10d.Backend, "register_abort_hook"),
-    reason="this torch has no hooks",
-)
+@hooks
 @pytest.mark.parametrize("how", ["raises", "waits", "destroys"])
 def test_a_hook_comes_after_the_error_and_once(how: str) -> None:
     outcomes = ranks.run_ranks(_hook_of_a_failure, "3", how)
@@ -497,10 +495,7 @@ def _hook_that_does_not_end(how: str) -> None:
     raise SystemExit(3)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch._C._distributed_c10d.Backend, "register_abort_hook"),
-    reason="this torch has no hooks",
-)
+@hooks
 @pytest.mark.parametrize(("how", "seconds"), [("interrupt", "86400"), ("wait", "1")])
 def test_a_process_ends_despite_a_hook(how: str, seconds: str, tmp_path: Path) -> None:
     """The interpreter ends as it would without hooks: a thread in Python code would abort it."""

@@ -194,10 +194,14 @@ def test_capture_is_refused(env: dict[str, str]) -> None:
 # --- NCCL -----------------------------------------------------------------------------------------
 
 
-def _by_nccl(cases: str) -> str:
-    # Set before NCCL reads it. NCCL rejects two ranks that share a GPU of one host.
+def _be_on_a_host_of_its_own() -> None:
+    """NCCL, which reads this when it begins, rejects two ranks that share a GPU of one host."""
     os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def _by_nccl(cases: str) -> str:
+    _be_on_a_host_of_its_own()
     getattr(device_cases, cases)("cuda")
     return torch.cuda.get_device_name()
 
@@ -212,8 +216,7 @@ def test_nccl(layout: str, cases: str) -> None:
 
 
 def _captured_by_nccl() -> tuple[str, str]:
-    os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    _be_on_a_host_of_its_own()
     with device_cases.job("cuda") as device:
         size = dist.get_world_size()
         tensor = torch.ones(1000, device=device.device)
@@ -251,8 +254,7 @@ def test_calls_of_nccl_can_be_captured(layout: str) -> None:
 def _buckets(by_nccl: bool) -> tuple[str, bool]:
     """Returns the path of the calls, and whether it has memory for buckets."""
     if by_nccl:
-        os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        _be_on_a_host_of_its_own()
     with device_cases.job("cuda") as device:
         backend = dist.group.WORLD._get_backend(device.device)
         dist.all_reduce(torch.ones(1, device=device.device))
@@ -290,8 +292,7 @@ def _on_rails(cases: str) -> list[str]:
     """Runs cases on rails. NCCL sees each rank on its own host, smddp sees it with its own GPU."""
     from smddp.torch import backend
 
-    os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    _be_on_a_host_of_its_own()
     backend._gpu_name = lambda index: f"GPU {os.environ['RANK']}"
     return _in_memory(cases)
 
@@ -322,8 +323,7 @@ def test_rails(cases: str) -> None:
 def test_fsdp2_on_rails() -> None:
     from smddp.torch import backend
 
-    os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    _be_on_a_host_of_its_own()
     backend._gpu_name = lambda index: f"GPU {os.environ['RANK']}"
     _shards()
 
