@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from on_ranks import on_ranks
 from ranks import check_ranks, listen
+from smp.common import check_state
 from smp.test_transparency import MICROBATCHES, STEPS, train_step, whole
 from smp.zoo import ZOO, batch_of, device, make
 from torch import Tensor, nn
@@ -105,17 +106,8 @@ def test_models_with_checkpoints_learn_the_same(
     for name in names:
         _, state = whole(name, replicas)
         for rank, results in enumerate(ranks):
-            assert results[name].keys() == state.keys()
-            for key, value in state.items():
-                if rank >= pp and "running" in key:
-                    continue  # the oracle has only the statistics of the first replica
-                where = f"{name} on rank {rank}: {key}"
-                if ZOO[name].exact and replicas == 1:
-                    assert torch.equal(results[name][key], value), where
-                else:
-                    torch.testing.assert_close(
-                        results[name][key], value, rtol=1e-6, atol=1e-6, msg=where
-                    )
+            tolerance = 0.0 if ZOO[name].exact and replicas == 1 else 1e-6
+            check_state(results[name], state, tolerance, rank < pp, f"{name} on rank {rank}")
 
 
 class Part(nn.Module):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from on_ranks import on_ranks
 from ranks import check_ranks
+from smp.common import evaluate
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -175,11 +176,6 @@ def gathered(named: Any) -> list[str]:
     """Returns the names of all ranks of the pipeline."""
     names = smp.allgather([name for name, _ in named], smp.PP_GROUP)
     return sorted(name for part in names for name in part)
-
-
-@smp.step
-def evaluate(model: Any, x: torch.Tensor) -> Any:
-    return model(x)
 
 
 def many_questions(pp: int, folder: str, backend: str) -> Any:

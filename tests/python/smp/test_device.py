@@ -20,6 +20,7 @@ from smp import (
     test_transparency,
     zoo,
 )
+from smp.common import BY_HAND
 from smp.test_sharding_array import Row
 from torch import Tensor, nn
 
@@ -277,10 +278,7 @@ def drawing(partitions: int) -> Tensor:
         chosen.update({threading.get_ident(): index}),
     )
     generator = give_generator(there)
-    smp.init(
-        {"partitions": partitions, "microbatches": 4, "ddp": True}
-        | {"auto_partition": False, "default_partition": 0}
-    )
+    smp.init({**BY_HAND, "partitions": partitions, "microbatches": 4, "ddp": True})
     torch.manual_seed(0)
     seen: list[int] = []
     parts = []

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from on_ranks import on_ranks
 from ranks import check_ranks
+from smp.common import shards, squares, sums
 from smp.zoo import device
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # before smp.init, as scripts do
@@ -28,11 +29,8 @@ from smddp.modelparallel.torch.optimizer.loss_scale import (
 WIDTH, MICROBATCHES, STEPS = 8, 2, 6
 # At the first scale gradients overflow fp16; the window ends within the test.
 DYNAMIC = {"init_scale": 2.0**20, "scale_window": 2, "min_scale": 2.0}
-SHARDED = {
-    "sharded_data_parallel_degree": 2,
-    "sdp_param_persistence_threshold": 1,
-    "sdp_gradient_clipping": 1e9,
-}
+DYNAMIC_SCALE = {"dynamic_loss_scale": True, **DYNAMIC}
+SHARDED = shards(2, 1)
 
 
 class Net(nn.Module):
@@ -172,11 +170,6 @@ class Waves(nn.Module):
         return self.linear(x).float() * (self.wave * self.wave.conj()).real
 
 
-@smp.step
-def wave_step(model: Any, x: Tensor) -> None:
-    model.backward(model(x).square().mean())
-
-
 def waves(divided: bool) -> list[Any]:
     """Returns the norm of gradients and the complex parameter, after an overflow and a step."""
     config = {"ddp": True, "microbatches": MICROBATCHES, "fp16": True}
@@ -188,7 +181,7 @@ def waves(divided: bool) -> list[Any]:
     found: list[Any] = []
     for spoils in (True, False):
         optimizer.zero_grad()
-        wave_step(model, batch(0, 0)[1])
+        squares(model, batch(0, 0)[1])
         if spoils:
             model.get_module().wave.grad[0] = complex(0, math.inf)
         found.append(float(optimizer.clip_master_grads(0.5)))
@@ -348,8 +341,7 @@ def test_fp16_is_what_a_plain_loop_computes(parts: int, replicas: int, dynamic: 
 @pytest.mark.multiprocess
 def test_a_rank_without_parameters_goes_along() -> None:
     expected, told = plainly(torch.float16, DYNAMIC["init_scale"], True, 1)
-    arguments = {"dynamic_loss_scale": True, **DYNAMIC}
-    for state, found in check_ranks(half, "2", 2, True, {"arguments": arguments, "divided": 1}):
+    for state, found in check_ranks(half, "2", 2, True, {"arguments": DYNAMIC_SCALE, "divided": 1}):
         assert found == told
         check_state(state, expected, rtol=1e-3, atol=1e-4)
 
@@ -370,8 +362,7 @@ def test_torch_clips_what_the_optimizer_uses(
 ) -> None:
     degree = config.get("sharded_data_parallel_degree", 1)
     expected, told = plainly(torch.float16, DYNAMIC["init_scale"], True, 2 // parts, degree=degree)
-    arguments = {"dynamic_loss_scale": True, **DYNAMIC}
-    given = {"arguments": arguments, **config}
+    given = {"arguments": DYNAMIC_SCALE, **config}
     for state, found in check_ranks(clipped_by_torch, "2", parts, clips, given):
         assert found == told
         check_state(state, expected, rtol=1e-3, atol=1e-4)
@@ -462,8 +453,7 @@ def test_bf16_is_the_same_without_a_scale(replicas: int, sharded: bool) -> None:
 def test_fp16_with_shards_is_what_a_plain_loop_computes() -> None:
     expected, told = plainly(torch.float16, DYNAMIC["init_scale"], True, 4, degree=2)
     assert any(overflow for overflow, *_ in told)
-    arguments = {"dynamic_loss_scale": True, **DYNAMIC}
-    for state, found in check_ranks(half, "4", 1, True, {"arguments": arguments, **SHARDED}):
+    for state, found in check_ranks(half, "4", 1, True, {"arguments": DYNAMIC_SCALE, **SHARDED}):
         assert found == told
         check_state(state, expected, rtol=1e-3, atol=1e-4)
 
@@ -549,8 +539,7 @@ def test_gradients_are_summed_in_fp32_if_asked() -> None:
 
 
 def save(parts: int, path: str) -> Any:
-    arguments = {"dynamic_loss_scale": True, **DYNAMIC}
-    model, optimizer, schedule = begin(parts, arguments=arguments)
+    model, optimizer, schedule = begin(parts, arguments=DYNAMIC_SCALE)
     train(model, optimizer, schedule, range(STEPS))
     smp.save_checkpoint(path, "half", model=model, optimizer=optimizer)
     local = copy.deepcopy((model.local_state_dict(), optimizer.local_state_dict()))
@@ -569,7 +558,7 @@ def save(parts: int, path: str) -> Any:
 
 def resume(parts: int, path: str, late: bool) -> Any:
     """Goes on from a checkpoint that is loaded before or after the partition."""
-    model, optimizer, schedule = begin(parts, 7, arguments={"dynamic_loss_scale": True, **DYNAMIC})
+    model, optimizer, schedule = begin(parts, 7, arguments=DYNAMIC_SCALE)
     if late:
         train(model, optimizer, schedule, range(1))
     smp.resume_from_checkpoint(path, "half")
@@ -707,15 +696,11 @@ def averages_large_gradients(config: dict[str, Any], use: str) -> list[float]:
     smp.init({"ddp": True, **config})
     model = smp.DistributedModel(nn.Linear(8, 1, bias=False).half())
 
-    @smp.step
-    def step(model: Any, x: torch.Tensor) -> None:
-        model.backward(model(x).sum())
-
     x = torch.full((1, 8), LARGE, dtype=torch.float16)
     for _ in range(3):  # from the second step on, sharded gradients are reduced ahead
         model.zero_grad(set_to_none=True)
         if use == "step":
-            step(model, x)
+            sums(model, x)
         else:
             model(x).sum().backward()
     return [float(p.grad.float().max()) for p in model.local_parameters()]

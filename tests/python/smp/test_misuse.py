@@ -15,7 +15,8 @@ import torch._dynamo
 import torch.distributed as dist
 from on_ranks import on_ranks
 from ranks import check_ranks, listen
-from smp.failing_models import MANUAL, train
+from smp.common import evaluate
+from smp.failing_models import MANUAL, pair, train
 from smp.test_config import WRONG, WRONG_TOGETHER
 from torch import nn
 
@@ -34,16 +35,8 @@ from smddp.modelparallel.torch.job import meeting
 pytestmark = pytest.mark.multiprocess
 
 
-@smp.step
-def evaluate(model: Any, x: torch.Tensor) -> Any:
-    return model(x)
-
-
 def differing() -> str:
-    smp.init({"partitions": 2, **MANUAL})
-    with smp.partition(1):
-        last = nn.Linear(4, 4)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    model = pair()
     executor = model.runtime.executor
     store, take = dist.distributed_c10d._get_default_store(), executor.take
     x = torch.ones(8, 4)
@@ -261,10 +254,7 @@ def backward_twice(model: Any, x: torch.Tensor) -> Any:
 
 @on_ranks("2")
 def test_what_a_remote_call_needs_is_there_once() -> None:
-    smp.init({"partitions": 2, **MANUAL})
-    with smp.partition(1):
-        last = nn.Linear(4, 4)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    model = pair()
     with pytest.raises(SMPMicrobatchError, match="a second backward pass"):
         backward_twice(model, torch.ones(8, 4))
     train(model, torch.ones(8, 4), "")
@@ -284,10 +274,7 @@ def keep(model: Any, x: torch.Tensor, kept: Kept) -> None:
 
 
 def kept_for_another() -> str:
-    smp.init({"partitions": 2, **MANUAL})
-    with smp.partition(1):
-        last = nn.Linear(4, 4)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    model = pair()
     with pytest.raises(SMPMicrobatchError) as error:
         keep(model, torch.ones(8, 4), Kept())
     return str(error.value)
@@ -314,10 +301,7 @@ def call_parts(model: Any, x: torch.Tensor, how: str) -> Any:
 
 @on_ranks("2")
 def test_gradients_before_the_first_call_of_the_model_are_refused() -> None:
-    smp.init({"partitions": 2, **MANUAL})
-    with smp.partition(1):
-        last = nn.Linear(4, 4)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    model = pair()
     with torch.no_grad():
         call_parts(model, torch.ones(8, 4), "")
     for how in ("model.backward", "backward", "grad"):
@@ -336,10 +320,7 @@ def compare(model: Any, x: torch.Tensor, target: torch.Tensor, weights: torch.Te
 
 
 def of_different_lengths() -> str:
-    smp.init({"partitions": 2, **MANUAL})
-    with smp.partition(1):
-        last = nn.Linear(4, 4)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    model = pair()
     with pytest.raises(SMPMicrobatchError, match="batch_size") as caught:
         compare(model, torch.ones(8, 4), torch.ones(12, dtype=torch.int64), torch.ones(3, 8))
     # This may be intended, so it is only a warning, and only once.
@@ -375,10 +356,7 @@ def test_an_error_in_the_body_says_which_argument_has_which_length() -> None:
 
 
 def out_of_step() -> str:
-    smp.init({"partitions": 2, **MANUAL})
-    with smp.partition(1):
-        last = nn.Linear(4, 4)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    model = pair()
     train(model, torch.ones(8, 4), "")
     if smp.pp_rank() == 1:
         model.runtime.steps += 1  # as if this rank alone had run a step
@@ -402,10 +380,7 @@ def test_ranks_with_different_configurations() -> None:
 def asked_by_one_rank(what: str) -> tuple[str, list[str]]:
     meeting._LOG_AFTER = timedelta(milliseconds=100)
     said = listen()
-    smp.init({"partitions": 2, **MANUAL})
-    with smp.partition(1):
-        last = nn.Linear(4, 4)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    model = pair()
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     train(model, torch.ones(8, 4), "")
     parts = model.local_state_dict(), optimizer.local_state_dict()

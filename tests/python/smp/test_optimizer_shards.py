@@ -50,7 +50,6 @@ class Net(nn.Module):
 
 @smp.step
 def train_step(model: Any, x: Tensor) -> Any:
-    """Runs one step."""
     loss = (model(x) - x).square().mean()
     model.backward(loss)
     return loss
@@ -319,7 +318,6 @@ class Fragile(torch.optim.SGD):
     broken = False
 
     def step(self, closure: Any = None) -> Any:
-        """Does a step of SGD."""
         if Fragile.broken and smp.rank() == 1:
             raise ValueError("broken")
         return super().step(closure)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from on_ranks import on_ranks
 from ranks import check_ranks
+from smp.common import squares, sums
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -156,7 +157,6 @@ class Modes(nn.Module):
         self.sets_inner = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns a matrix of the shape of `x`."""
         self.norm.eval()
         if self.sets_inner and self.inner is not None:
             self.inner.eval()
@@ -214,13 +214,9 @@ def changed(parts: int, what: str) -> str:
     smp.init({"partitions": parts, "microbatches": 2})
     model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
 
-    @smp.step
-    def train(model: Any, x: torch.Tensor) -> None:
-        model.backward(model(x).sum())
-
     net = model.get_module()
     if "late" in what:
-        train(model, torch.ones(2, 2))
+        sums(model, torch.ones(2, 2))
     if "module" in what:
         net[1] = nn.Linear(2, 2)
     else:
@@ -228,7 +224,7 @@ def changed(parts: int, what: str) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     wraps = "optimizer" in what
     with pytest.raises(SMPUsageError if wraps else SMPMicrobatchError) as caught:
-        smp.DistributedOptimizer(optimizer) if wraps else train(model, torch.ones(2, 2))
+        smp.DistributedOptimizer(optimizer) if wraps else sums(model, torch.ones(2, 2))
     return str(caught.value)
 
 
@@ -410,13 +406,9 @@ def tied_by_memory(parts: int, delayed: bool, config: dict[str, Any]) -> Any:
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
-    @smp.step
-    def train(model: Any, x: torch.Tensor) -> None:
-        model.backward(model(x).square().mean())
-
     for step in range(3):
         optimizer.zero_grad()
-        train(model, torch.linspace(-1, step, 16).view(4, 4))
+        squares(model, torch.linspace(-1, step, 16).view(4, 4))
         optimizer.step()
     return dict(model.state_dict())
 
@@ -443,8 +435,7 @@ def test_parameters_of_one_memory_stay_together(
         optimizer.step()
     ranks = "2" if parts == 2 or config else "1"
     for found in check_ranks(tied_by_memory, ranks, parts, delayed, config):
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(found[name], value, msg=name)
+        torch.testing.assert_close(found, dict(model.state_dict()))
 
 
 def torn_apart(config: dict[str, Any]) -> str:

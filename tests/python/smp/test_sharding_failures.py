@@ -16,15 +16,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from on_ranks import on_ranks
-from ranks import (
-    arrive,
-    await_ranks,
-    check_ranks,
-    listen,
-    reserved_port,
-    run_ranks,
-)
-from smp.sharded_models import THRESHOLD, Fails, Stops, check_state, failing, small, squares
+from ranks import arrive, await_ranks, check_ranks, listen, reserved_port, run_ranks
+from smp.common import BY_HAND, check_state, shards, squares
+from smp.sharded_models import THRESHOLD, Fails, Stops, failing, small
 from smp.zoo import batch_of, device, make, train_step
 from torch import Tensor, nn
 
@@ -77,7 +71,7 @@ def test_all_replicas_learn_of_a_failure_and_go_on() -> None:
             model(torch.cat(xs), "").square().mean().backward()
             optimizer.step()
     for rank, (_, state) in enumerate(found):
-        check_state(state, model.state_dict(), False, True, f"rank {rank}")
+        check_state(state, model.state_dict(), 1e-6, True, f"rank {rank}")
 
 
 class Breaks(nn.Linear):
@@ -109,16 +103,8 @@ RANDOM_STEPS = 24
 
 
 def layers_fail(partitions: int, seed: int) -> Any:
-    smp.init(
-        {
-            "ddp": True,
-            "partitions": partitions,
-            "microbatches": 4,
-            "sharded_data_parallel_degree": 2,
-            "sdp_param_persistence_threshold": THRESHOLD,
-            "sdp_gradient_clipping": 1e9,
-        }
-    )
+    config = {"ddp": True, "partitions": partitions, "microbatches": 4}
+    smp.init({**config, **shards(2, THRESHOLD)})
     Breaks.delays = random.Random(f"{seed} {smp.rank()}")
     torch.manual_seed(0)
     model = smp.DistributedModel(nn.Sequential(*[Breaks(number) for number in range(6)]))
@@ -168,7 +154,7 @@ def test_failures_at_random_moments(partitions: int) -> None:
             optimizer.step()
     for replica, told, state in found:
         assert told == [(step, True) for step, one in enumerate(failures) if one is not None]
-        check_state(state, model.state_dict(), False, True, f"replica {replica}")
+        check_state(state, model.state_dict(), 1e-6, True, f"replica {replica}")
 
 
 def memory_is_short(partitions: int, always: bool, moment: int) -> tuple[list[str], float]:
@@ -177,15 +163,8 @@ def memory_is_short(partitions: int, always: bool, moment: int) -> tuple[list[st
     Returns:
         What the steps have raised here, and how many seconds the second one took.
     """
-    smp.init(
-        {
-            "ddp": True,
-            "partitions": partitions,
-            "microbatches": 2,
-            "sharded_data_parallel_degree": 2,
-            "sdp_param_persistence_threshold": THRESHOLD,
-        }
-    )
+    sdp = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": THRESHOLD}
+    smp.init({"ddp": True, "partitions": partitions, "microbatches": 2, **sdp})
     model = smp.DistributedModel(nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]))
     x, raised, took = torch.ones(4, 8), [], 0.0
     empty = torch.empty
@@ -250,14 +229,7 @@ DETOUR_STEPS = 5
 
 
 def some_take_longer() -> dict[str, Tensor]:
-    config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 1}
-    smp.init(
-        {
-            **config,
-            **{"ddp": True, "partitions": 2, "microbatches": 2, "sdp_gradient_clipping": 1e9},
-            **{"auto_partition": False, "default_partition": 0},
-        }
-    )
+    smp.init({**BY_HAND, "ddp": True, "partitions": 2, "microbatches": 2, **shards()})
     torch.manual_seed(0)
     model = smp.DistributedModel(Detour())
     smp.set_partition(model.get_module().far, 1)
@@ -286,7 +258,7 @@ def test_no_gradient_is_lost_if_a_later_microbatch_ends_first() -> None:
             (model(x, 4 if x[0, 0] == 1 else 0).square().mean() / 2).backward()
         optimizer.step()
     for state in check_ranks(some_take_longer, "4"):
-        check_state(state, model.state_dict(), False, True, "")
+        check_state(state, model.state_dict(), 1e-6, True, "")
 
 
 class Skips(nn.Module):
@@ -331,7 +303,7 @@ def test_a_step_is_run_again_if_the_order_of_parameters_changes() -> None:
     model.calls.fill_(2 * len(LEFT_OUT))  # one for each microbatch, and none twice
     for rank, (steps, state) in enumerate(check_ranks(order_changes, "2")):
         assert steps == len(LEFT_OUT) + 2  # then the order counts as unknown
-        check_state(state, model.state_dict(), False, True, f"rank {rank}")
+        check_state(state, model.state_dict(), 1e-6, True, f"rank {rank}")
 
 
 class Changes(nn.Module):
