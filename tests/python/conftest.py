@@ -41,7 +41,7 @@ _SLOW_MODULES = {
     *("test_bystanders", "test_changed_in_place", "test_changed_structure", "test_checkpoint"),
     *("test_checkpoint_files", "test_checkpoint_layouts", "test_collectives", "test_ddp"),
     *("test_delayed", "test_delayed_jobs", "test_device", "test_device_direct", "test_device_lost"),
-    *("test_device_nccl", "test_device_rails", "test_device_shared", "test_device_sums"),
+    *("test_device_nccl", "test_device_rails", "test_device_shared"),
     *("test_doctor", "test_env", "test_errors", "test_examples", "test_first_step"),
     *("test_fp16_params", "test_groups", "test_half", "test_hostfile", "test_hosts"),
     *("test_interpreter_lock", "test_job_token", "test_late_ranks", "test_launch", "test_limits"),

@@ -77,6 +77,23 @@ def _be_one_of(programs: Sequence[tuple[Sequence[str], dict[str, str]]], folder:
     become(arguments, variables)
 
 
+def in_a_child(action: Callable[[], str]) -> str:
+    """Returns what an action returns in a child of this process, or the text of its error."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            text = action()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    text = os.read(reader, 4096).decode()
+    os.waitpid(child, 0)
+    os.close(reader)
+    return text
+
+
 def become(arguments: Sequence[str], variables: dict[str, str]) -> NoReturn:
     """Does in this forked process what `python <arguments>` does in a new one, and ends it."""
     # What is left of the process that forked this one stays as it is: its destructors could wait

@@ -23,10 +23,15 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 
 pytestmark = pytest.mark.multiprocess
 layouts = pytest.mark.parametrize("layout", ["2", "1+1"])
+hooks = pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d.Backend, "register_abort_hook"),
+    reason="this torch has no hooks",
+)
 
 
 def _callback_waits_for_a_caller() -> None:
@@ -274,45 +279,9 @@ for _hook in (_nested, _scatter_and_gather):
     _hook.__annotations__.clear()
 
 
-def _hooks_of_ddp() -> None:
-    with ranks.job():
-        from torch.distributed.algorithms.ddp_comm_hooks import (
-            powerSGD_hook,
-            quantization_hooks,
-        )
-
-        def power_sgd() -> object:  # of full rank, so that it loses nothing but digits
-            return powerSGD_hook.PowerSGDState(
-                None, matrix_approximation_rank=32, start_powerSGD_iter=2, min_compression_rate=0.1
-            )
-
-        for hook, state, tolerance in (
-            (_nested, None, 1e-6),
-            (_scatter_and_gather, None, 1e-6),
-            (powerSGD_hook.powerSGD_hook, power_sgd(), 2e-3),
-            (quantization_hooks.quantization_pertensor_hook, dist.group.WORLD, 0.05),
-        ):
-            layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())]
-            alone = nn.Sequential(*layers)
-            model = nn.parallel.DistributedDataParallel(copy.deepcopy(alone), bucket_cap_mb=0.01)
-            model.register_comm_hook(state, hook)
-            for step in range(4):
-
-                def data(rank: int, step: int = step) -> torch.Tensor:
-                    generator = torch.Generator().manual_seed(100 * step + rank)
-                    return torch.randn(8, 32, generator=generator)
-
-                want = _mean(alone, data)
-                model.zero_grad()
-                time.sleep(0.002 * ((dist.get_rank() + step) % 3))
-                model(data(dist.get_rank())).square().sum().backward()
-                for parameter, right in zip(model.parameters(), want, strict=True):
-                    assert parameter.grad is not None
-                    error = (parameter.grad - right).abs().max() / right.abs().max()
-                    assert error < tolerance, (hook.__name__, step, error)
-
-
-def _zero_redundancy() -> None:
+@layouts
+@on_ranks("{layout}")
+def test_optimizers_that_step_in_callbacks(layout: str) -> None:
     """The hook broadcasts parameters in callbacks of the gradients' sums."""
     from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -349,14 +318,44 @@ def _zero_redundancy() -> None:
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
-@layouts
-def test_optimizers_that_step_in_callbacks(layout: str) -> None:
-    ranks.check_ranks(_zero_redundancy, layout)
-
-
 @pytest.mark.parametrize("layout", ["4", "2x2"])
+@on_ranks("{layout}")
 def test_hooks_of_ddp_make_collectives(layout: str) -> None:
-    ranks.check_ranks(_hooks_of_ddp, layout)
+    with ranks.job():
+        from torch.distributed.algorithms.ddp_comm_hooks import (
+            powerSGD_hook,
+            quantization_hooks,
+        )
+
+        def power_sgd() -> object:  # of full rank, so that it loses nothing but digits
+            return powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=32, start_powerSGD_iter=2, min_compression_rate=0.1
+            )
+
+        for hook, state, tolerance in (
+            (_nested, None, 1e-6),
+            (_scatter_and_gather, None, 1e-6),
+            (powerSGD_hook.powerSGD_hook, power_sgd(), 2e-3),
+            (quantization_hooks.quantization_pertensor_hook, dist.group.WORLD, 0.05),
+        ):
+            layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())]
+            alone = nn.Sequential(*layers)
+            model = nn.parallel.DistributedDataParallel(copy.deepcopy(alone), bucket_cap_mb=0.01)
+            model.register_comm_hook(state, hook)
+            for step in range(4):
+
+                def data(rank: int, step: int = step) -> torch.Tensor:
+                    generator = torch.Generator().manual_seed(100 * step + rank)
+                    return torch.randn(8, 32, generator=generator)
+
+                want = _mean(alone, data)
+                model.zero_grad()
+                time.sleep(0.002 * ((dist.get_rank() + step) % 3))
+                model(data(dist.get_rank())).square().sum().backward()
+                for parameter, right in zip(model.parameters(), want, strict=True):
+                    assert parameter.grad is not None
+                    error = (parameter.grad - right).abs().max() / right.abs().max()
+                    assert error < tolerance, (hook.__name__, step, error)
 
 
 def _stray_in_a_callback() -> str:
@@ -426,10 +425,7 @@ def _hooks() -> list[str]:
     return ran
 
 
-@pytest.mark.skipif(
-    not hasattr(torch._C._distributed_c10d.Backend, "register_abort_hook"),
-    reason="this torch has no hooks",
-)
+@hooks
 def test_a_hook_that_fails_stops_no_other() -> None:
     for ran in ranks.check_ranks(_hooks, "2"):
         assert {"fails", "works"} <= set(ran)
@@ -469,10 +465,7 @@ def _hook_of_a_failure(how: str) -> tuple[list[str], str]:
     return said, threads[0]
 
 
-@pytest.mark.skipif(
-    not hasattr(torch._C._distributed_c10d.Backend, "register_abort_hook"),
-    reason="this torch has no hooks",
-)
+@hooks
 @pytest.mark.parametrize("how", ["raises", "waits", "destroys"])
 def test_a_hook_comes_after_the_error_and_once(how: str) -> None:
     outcomes = ranks.run_ranks(_hook_of_a_failure, "3", how)
@@ -502,10 +495,7 @@ def _hook_that_does_not_end(how: str) -> None:
     raise SystemExit(3)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch._C._distributed_c10d.Backend, "register_abort_hook"),
-    reason="this torch has no hooks",
-)
+@hooks
 @pytest.mark.parametrize(("how", "seconds"), [("interrupt", "86400"), ("wait", "1")])
 def test_a_process_ends_despite_a_hook(how: str, seconds: str, tmp_path: Path) -> None:
     """The interpreter ends as it would without hooks: a thread in Python code would abort it."""
@@ -520,7 +510,8 @@ def _resident() -> int:
     return pages * 4096
 
 
-def _leave_coalescing_open() -> None:
+@on_ranks("2")
+def test_an_error_while_coalescing_keeps_no_later_tensors() -> None:
     with ranks.job():
         with (
             pytest.raises(ValueError, match="99"),
@@ -531,7 +522,3 @@ def _leave_coalescing_open() -> None:
         for _ in range(100):
             dist.broadcast(torch.ones(1 << 18), 0)
         assert _resident() - before < 30 << 20
-
-
-def test_an_error_while_coalescing_keeps_no_later_tensors() -> None:
-    ranks.check_ranks(_leave_coalescing_open, "2")

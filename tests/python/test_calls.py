@@ -11,6 +11,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from on_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
@@ -289,7 +290,16 @@ def _dtensor() -> None:
         same(partial.full_tensor(), total, "partial")
 
 
-def _mesh_of_two_dimensions() -> None:
+@pytest.mark.parametrize("cases", [_functional, _dtensor])
+@pytest.mark.parametrize("detail", ["OFF", "DETAIL"])
+@layouts
+def test_on_top(layout: str, detail: str, cases: Callable[[], None]) -> None:
+    ranks.check_ranks(cases, layout, env={"TORCH_DISTRIBUTED_DEBUG": detail})
+
+
+@pytest.mark.parametrize("layout", ["4", "2x2"])
+@on_ranks("{layout}")
+def test_mesh_of_two_dimensions(layout: str) -> None:
     with ranks.job():
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
         for name in ("dp", "tp"):
@@ -299,25 +309,19 @@ def _mesh_of_two_dimensions() -> None:
             same(tensor, torch.full((3,), float(sum(members))), name)
 
 
-@pytest.mark.parametrize("cases", [_functional, _dtensor])
-@pytest.mark.parametrize("detail", ["OFF", "DETAIL"])
-@layouts
-def test_on_top(layout: str, detail: str, cases: Callable[[], None]) -> None:
-    ranks.check_ranks(cases, layout, env={"TORCH_DISTRIBUTED_DEBUG": detail})
-
-
-@pytest.mark.parametrize("layout", ["4", "2x2"])
-def test_mesh_of_two_dimensions(layout: str) -> None:
-    ranks.check_ranks(_mesh_of_two_dimensions, layout)
-
-
 @pytest.mark.parametrize("cases", [_rooted, _all_to_all, _coalescing])
 def test_with_torchs_own_checks(cases: Callable[[], None]) -> None:
     """Detail mode first compares the arguments of each call, in a gloo group of its own."""
     ranks.check_ranks(cases, "3", env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
 
 
-def _compiled(backend: str) -> None:
+# Inductor starts a compiler on each rank. What it compiles is what the other backend calls.
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.slow
+@on_ranks("2", timeout=300)
+def test_compiled(backend: str) -> None:
     with ranks.job():
         me, size = dist.get_rank(), dist.get_world_size()
 
@@ -327,15 +331,6 @@ def _compiled(backend: str) -> None:
 
         total = 2.0 * sum(range(1, size + 1)) + 1
         same(step(torch.full((5,), me + 1.0)), torch.full((5,), total), "compiled")
-
-
-# Inductor starts a compiler on each rank. What it compiles is what the other backend calls.
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
-)
-@pytest.mark.slow
-def test_compiled(backend: str) -> None:
-    ranks.check_ranks(_compiled, "2", backend, timeout=300)
 
 
 # --- groups ---------------------------------------------------------------------------------------

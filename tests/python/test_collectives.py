@@ -12,11 +12,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import programs
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from on_ranks import on_ranks
 
 import smddp
 from smddp.torch import backend
@@ -226,7 +228,9 @@ def test_barrier_ends_after_all_have_come(layout: str) -> None:
 # --- send and recv --------------------------------------------------------------------------------
 
 
-def _messages() -> None:
+@layouts
+@on_ranks("{layout}")
+def test_messages(layout: str) -> None:
     with ranks.job():
         me, size = dist.get_rank(), dist.get_world_size()
         after, before = (me + 1) % size, (me - 1) % size
@@ -281,11 +285,6 @@ def _messages() -> None:
         dist.send(torch.full((4,), float(me)), after)
         work.wait()
         same((ones[0].item(), got[0].item()), (float(size), float(before)), "between")
-
-
-@layouts
-def test_messages(layout: str) -> None:
-    ranks.check_ranks(_messages, layout)
 
 
 # --- Work and its future --------------------------------------------------------------------------
@@ -487,18 +486,7 @@ def _fork() -> str:
             total = sum(int(batch.sum()) for batch in loader)
             assert total == sum(range(40))
             dist.all_reduce(tensor)
-        reader, writer = os.pipe()
-        if (child := os.fork()) == 0:
-            try:
-                dist.all_reduce(tensor)
-                text = "no error"
-            except ValueError as error:
-                text = str(error)
-            os.write(writer, text.encode())
-            os._exit(0)
-        os.close(writer)
-        text = os.read(reader, 4096).decode()
-        os.waitpid(child, 0)
+        text = programs.in_a_child(lambda: str(dist.all_reduce(tensor)))
         dist.all_reduce(tensor)  # the parent still works
         return text
 
@@ -506,6 +494,7 @@ def _fork() -> str:
 @layouts
 def test_fork_after_init(layout: str) -> None:
     for text in ranks.check_ranks(_fork, layout):
+        assert text.startswith("ValueError: ")
         assert "forked after init_process_group" in text
 
 
@@ -523,7 +512,9 @@ def test_profiler_names() -> None:
         assert {"smddp:all_reduce", "smddp:barrier", "smddp:broadcast"} <= set(names)
 
 
-def _introspection() -> None:
+@layouts
+@on_ranks("{layout}")
+def test_introspection(layout: str) -> None:
     with ranks.job():
         dist.all_reduce(torch.ones(10))
         dist.all_reduce(torch.ones(10))
@@ -540,8 +531,3 @@ def _introspection() -> None:
         dist.all_gather_into_tensor(torch.empty(10 * dist.get_world_size()), torch.ones(10))
         kinds = sorted(name.split("/")[0] for name in smddp.statistics())
         assert kinds == ["allgather", "allreduce", "broadcast"]
-
-
-@layouts
-def test_introspection(layout: str) -> None:
-    ranks.check_ranks(_introspection, layout)

@@ -15,6 +15,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -137,7 +138,8 @@ def test_values_in_pieces(cases: str, env: dict[str, str]) -> None:
         assert set(paths) == {"ipc"}
 
 
-def _frees_between_calls() -> None:
+@on_ranks("3", env=IPC, timeout=120)
+def test_memory_that_is_freed_in_memory() -> None:
     """A freed address that the driver uses for other memory is mapped again."""
     with device_cases.job("cuda") as device:
         me, size = dist.get_rank(), dist.get_world_size()
@@ -148,10 +150,6 @@ def _frees_between_calls() -> None:
             del tensor
             if number % 2:
                 torch.cuda.empty_cache()
-
-
-def test_memory_that_is_freed_in_memory() -> None:
-    ranks.check_ranks(_frees_between_calls, "3", env=IPC, timeout=120)
 
 
 def _dies() -> str:
@@ -196,10 +194,14 @@ def test_capture_is_refused(env: dict[str, str]) -> None:
 # --- NCCL -----------------------------------------------------------------------------------------
 
 
-def _by_nccl(cases: str) -> str:
-    # Set before NCCL reads it. NCCL rejects two ranks that share a GPU of one host.
+def _be_on_a_host_of_its_own() -> None:
+    """NCCL, which reads this when it begins, rejects two ranks that share a GPU of one host."""
     os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def _by_nccl(cases: str) -> str:
+    _be_on_a_host_of_its_own()
     getattr(device_cases, cases)("cuda")
     return torch.cuda.get_device_name()
 
@@ -214,8 +216,7 @@ def test_nccl(layout: str, cases: str) -> None:
 
 
 def _captured_by_nccl() -> tuple[str, str]:
-    os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    _be_on_a_host_of_its_own()
     with device_cases.job("cuda") as device:
         size = dist.get_world_size()
         tensor = torch.ones(1000, device=device.device)
@@ -253,8 +254,7 @@ def test_calls_of_nccl_can_be_captured(layout: str) -> None:
 def _buckets(by_nccl: bool) -> tuple[str, bool]:
     """Returns the path of the calls, and whether it has memory for buckets."""
     if by_nccl:
-        os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        _be_on_a_host_of_its_own()
     with device_cases.job("cuda") as device:
         backend = dist.group.WORLD._get_backend(device.device)
         dist.all_reduce(torch.ones(1, device=device.device))
@@ -292,8 +292,7 @@ def _on_rails(cases: str) -> list[str]:
     """Runs cases on rails. NCCL sees each rank on its own host, smddp sees it with its own GPU."""
     from smddp.torch import backend
 
-    os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    _be_on_a_host_of_its_own()
     backend._gpu_name = lambda index: f"GPU {os.environ['RANK']}"
     return _in_memory(cases)
 
@@ -320,17 +319,13 @@ def test_rails(cases: str) -> None:
         assert set(paths) == {"rails"}
 
 
-def _shards_on_rails() -> None:
+@on_ranks("2x2", env=RAILS, timeout=120)
+def test_fsdp2_on_rails() -> None:
     from smddp.torch import backend
 
-    os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    _be_on_a_host_of_its_own()
     backend._gpu_name = lambda index: f"GPU {os.environ['RANK']}"
     _shards()
-
-
-def test_fsdp2_on_rails() -> None:
-    ranks.check_ranks(_shards_on_rails, "2x2", env=RAILS, timeout=120)
 
 
 # --- choice of the path

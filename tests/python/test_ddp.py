@@ -11,6 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -73,7 +74,9 @@ def _same(mine: Parameters, expected: Parameters) -> None:
     torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6)
 
 
-def _ddp() -> None:
+@layouts
+@on_ranks("{layout}")
+def test_ddp_learns_the_same_as_with_gloo(layout: str) -> None:
     with ranks.job(oracle=True) as gloo:
         for views in (True, False):
             for how in ("", "no_sync", "unused"):
@@ -89,11 +92,8 @@ def _ddp() -> None:
 
 
 @layouts
-def test_ddp_learns_the_same_as_with_gloo(layout: str) -> None:
-    ranks.check_ranks(_ddp, layout)
-
-
-def _fsdp() -> None:
+@on_ranks("{layout}")
+def test_fsdp2_learns_the_same_as_with_gloo(layout: str) -> None:
     with ranks.job(oracle=True) as gloo:
 
         def on(group: dist.ProcessGroup) -> Callable[[nn.Module], nn.Module]:
@@ -109,11 +109,6 @@ def _fsdp() -> None:
 
         mine = _train(on(dist.group.WORLD))
         _same(mine, _train(on(gloo)))
-
-
-@layouts
-def test_fsdp2_learns_the_same_as_with_gloo(layout: str) -> None:
-    ranks.check_ranks(_fsdp, layout)
 
 
 # --- communication memory -------------------------------------------------------------------------
@@ -146,7 +141,9 @@ def _mapped() -> int:
     return int(line.split()[1]) * 1024
 
 
-def _own_tensors() -> None:
+@layouts
+@on_ranks("{layout}")
+def test_own_tensors_in_communication_memory(layout: str) -> None:
     elements = 8 << 20
     dist.init_process_group("smddp")
     size = dist.get_world_size()
@@ -195,11 +192,6 @@ def _own_tensors() -> None:
     assert tensor.sum().item() == 4 * elements
 
 
-@layouts
-def test_own_tensors_in_communication_memory(layout: str) -> None:
-    ranks.check_ranks(_own_tensors, layout)
-
-
 def _too_much() -> None:
     with ranks.job():
         # More than any machine has, so ordinary memory is too small as well.
@@ -214,7 +206,9 @@ def test_more_memory_than_there_is() -> None:
         assert "no communication memory, ordinary memory is used instead" in outcome.stderr
 
 
-def _change_sizes() -> None:
+@pytest.mark.parametrize("layout", ["2", "1+1"])
+@on_ranks("{layout}")
+def test_storages_in_communication_memory_change_their_size(layout: str) -> None:
     with ranks.job():
         for grow, make in ((True, smddp.empty), (False, smddp.empty), (True, torch.empty)):
             tensor = make(1000).fill_(dist.get_rank() + 1)
@@ -226,11 +220,6 @@ def _change_sizes() -> None:
             assert (tensor[1000:] == 2).all()
             tensor.untyped_storage().resize_(0)
             assert tensor.untyped_storage().nbytes() == 0
-
-
-@pytest.mark.parametrize("layout", ["2", "1+1"])
-def test_storages_in_communication_memory_change_their_size(layout: str) -> None:
-    ranks.check_ranks(_change_sizes, layout)
 
 
 def _pad(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -246,7 +235,8 @@ def _pad(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 _pad.__annotations__.clear()  # torch compares them, and they are texts here
 
 
-def _train_padded() -> None:
+@on_ranks("2")
+def test_hooks_may_make_buckets_longer() -> None:
     with ranks.job():
 
         def padded(model: nn.Module) -> nn.Module:
@@ -256,7 +246,3 @@ def _train_padded() -> None:
 
         for one, two in zip(_train(padded), _train(DistributedDataParallel), strict=True):
             torch.testing.assert_close(one, two)
-
-
-def test_hooks_may_make_buckets_longer() -> None:
-    ranks.check_ranks(_train_padded, "2")

@@ -11,6 +11,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from device_jobs import RAILS, job_with_part
+from on_ranks import on_ranks
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -245,7 +246,8 @@ def test_overlapping_device_memory() -> None:
         ranks.check_ranks(_sends_overlapping, "1+1+1", env=env)
 
 
-def _sends_when_done() -> None:
+@on_ranks("1+1", env=DIRECT)
+def test_calls_from_device_memory_by_those_who_see_others_end() -> None:
     """Continuations make the next call, also while another thread waits to register memory."""
     with job_with_part(None) as device:
         done = threading.Event()
@@ -270,10 +272,6 @@ def _sends_when_done() -> None:
         device.synchronize()
         for into, left in kept:
             assert into.cpu().eq(left).all()
-
-
-def test_calls_from_device_memory_by_those_who_see_others_end() -> None:
-    ranks.check_ranks(_sends_when_done, "1+1", env=DIRECT)
 
 
 def _moves_on_rails() -> tuple[int, list[list[float]]]:

@@ -10,6 +10,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 
 import smddp
@@ -123,7 +124,8 @@ def test_works_that_have_ended_leave_the_registry_of_torch() -> None:
     assert ranks.check_ranks(_ended_works, "2") == [0, 0]
 
 
-def _waits_for_ever() -> None:
+@on_ranks("2")
+def test_time_outs_may_be_longer_than_any_job() -> None:
     dist.init_process_group("smddp")
     group = dist.new_group(timeout=timedelta.max)
     ones = torch.ones(3)
@@ -135,20 +137,13 @@ def _waits_for_ever() -> None:
     dist.destroy_process_group()
 
 
-def test_time_outs_may_be_longer_than_any_job() -> None:
-    ranks.check_ranks(_waits_for_ever, "2")
-
-
-def _sparse_bools() -> None:
+@on_ranks("2")
+def test_sparse_bools_are_refused_before_anything_moves() -> None:
     with ranks.job():
         flags = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.tensor([True, False]), (4,))
         with pytest.raises(TypeError, match="torch cannot add sparse tensors of bool"):
             dist.all_reduce(flags)
         dist.all_reduce(_sparse(4))
-
-
-def test_sparse_bools_are_refused_before_anything_moves() -> None:
-    ranks.check_ranks(_sparse_bools, "2")
 
 
 def _after_the_other_has_left(call: str, used: bool) -> str:

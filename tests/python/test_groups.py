@@ -19,6 +19,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from on_ranks import on_ranks
 
 pytestmark = pytest.mark.multiprocess
 layouts = pytest.mark.parametrize("layout", ["2", "2x2"])
@@ -86,7 +87,9 @@ def test_groups(layout: str, cases: Callable[[], None]) -> None:
     ranks.check_ranks(cases, layout, timeout=120)
 
 
-def _thousand() -> None:
+@pytest.mark.costly
+@on_ranks("1+1", timeout=170)
+def test_a_thousand_groups_at_a_time() -> None:
     with ranks.job(timeout=120):
         everybody = list(range(dist.get_world_size()))
         groups = [dist.new_group(everybody) for _ in range(1000)]
@@ -95,11 +98,6 @@ def _thousand() -> None:
         for group in groups:
             dist.destroy_process_group(group)
         _check_sum(None, everybody, 100)
-
-
-@pytest.mark.costly
-def test_a_thousand_groups_at_a_time() -> None:
-    ranks.check_ranks(_thousand, "1+1", timeout=170)
 
 
 # --- nothing grows --------------------------------------------------------------------------------

@@ -11,13 +11,18 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 
 import smddp
 
 ROUNDS = 1500 if "ALL_SEEDS" in os.environ else 500
 
 
-def _drop_and_call() -> None:
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("layout", ["2", "1+1"])
+@on_ranks("{layout}")
+def test_tensors_are_freed_while_others_wait_for_the_engine(layout: str) -> None:
+    """The engine frees tensors, which takes the GIL, while a thread with the GIL calls it."""
     dist.init_process_group("smddp")
     over = threading.Event()
 
@@ -43,13 +48,6 @@ def _drop_and_call() -> None:
     over.set()
     helper.join()
     dist.destroy_process_group()
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("layout", ["2", "1+1"])
-def test_tensors_are_freed_while_others_wait_for_the_engine(layout: str) -> None:
-    """The engine frees tensors, which takes the GIL, while a thread with the GIL calls it."""
-    ranks.check_ranks(_drop_and_call, layout)
 
 
 def test_no_factory_has_the_guard_that_releases_the_lock() -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from on_ranks import on_ranks
 
 import smddp.numpy
 from smddp.numpy import Op
@@ -42,7 +43,9 @@ def same(found: Any, expected: Any, what: str) -> None:
     assert np.array_equal(found, expected), what
 
 
-def collectives() -> None:
+@pytest.mark.parametrize("layout", ["1", "2", "3", "2x2"])
+@on_ranks("{layout}")
+def test_values(layout: str) -> None:
     world = smddp.numpy.init()
     size, me = world.size, world.rank
     for count in COUNTS:
@@ -81,12 +84,8 @@ def collectives() -> None:
     world.leave()
 
 
-@pytest.mark.parametrize("layout", ["1", "2", "3", "2x2"])
-def test_values(layout: str) -> None:
-    ranks.check_ranks(collectives, layout)
-
-
-def operations() -> None:
+@on_ranks("2")
+def test_operations_and_messages() -> None:
     world = smddp.numpy.init()
     own = np.array([1.0, -2.0, 3.0]) * (world.rank + 1)
     every = world.allgather(own)
@@ -144,10 +143,6 @@ def operations() -> None:
         world.barrier()
 
 
-def test_operations_and_messages() -> None:
-    ranks.check_ranks(operations, "2")
-
-
 def divided() -> tuple[int, float]:
     world = smddp.numpy.init()
     odd = world.rank % 2
@@ -167,17 +162,14 @@ def test_groups_of_some_ranks() -> None:
     assert ranks.check_ranks(divided, "4") == [(0, 2.0), (1, 4.0), (0, 2.0), (1, 4.0)]
 
 
-def again() -> None:
+@pytest.mark.parametrize("layout", ["2", "2x1"])
+@on_ranks("{layout}")
+def test_one_job_after_another(layout: str) -> None:
     """Leaves and joins as fast as possible; no rank may meet at the store of the job before."""
     for number in range(10):
         world = smddp.numpy.init(timeout=30)
         assert world.allreduce(np.array(number + world.rank)) == 2 * number + 1
         world.leave()
-
-
-@pytest.mark.parametrize("layout", ["2", "2x1"])
-def test_one_job_after_another(layout: str) -> None:
-    ranks.check_ranks(again, layout)
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -191,7 +183,8 @@ def message_of(call: Any) -> str:
     return ""
 
 
-def foreign() -> None:
+@on_ranks("2")
+def test_arrays_of_others() -> None:
     """Tensors of torch come through DLPack, without a copy."""
     world = smddp.numpy.init()
     mine = torch.arange(4, dtype=torch.float64) + world.rank
@@ -210,11 +203,8 @@ def foreign() -> None:
     world.leave()
 
 
-def test_arrays_of_others() -> None:
-    ranks.check_ranks(foreign, "2")
-
-
-def misuse() -> None:
+@on_ranks("2")
+def test_misuse_is_refused_before_anything_is_started() -> None:
     world = smddp.numpy.init()
     x = np.ones((2, 3))
     frozen = np.ones(3)
@@ -285,10 +275,6 @@ def misuse() -> None:
     world.leave()
 
 
-def test_misuse_is_refused_before_anything_is_started() -> None:
-    ranks.check_ranks(misuse, "2")
-
-
 def wrong(how: str) -> str:
     world = smddp.numpy.init(timeout=20)
     x = np.ones(10)
@@ -333,7 +319,8 @@ def test_ctrl_c_ends_a_wait() -> None:
     assert time.monotonic() - began < 20
 
 
-def asking() -> None:
+@on_ranks("2")
+def test_a_question_waits_as_long_as_it_says_and_hears_signals() -> None:
     world = smddp.numpy.init()
     if world.rank:
         world.barrier()
@@ -364,11 +351,8 @@ def asking() -> None:
     assert work.wait().tolist() == [1, 1, 1, 1]
 
 
-def test_a_question_waits_as_long_as_it_says_and_hears_signals() -> None:
-    ranks.check_ranks(asking, "2")
-
-
-def arguments_of_init() -> None:
+@on_ranks("1")
+def test_wrong_arguments_of_init() -> None:
     for arguments, text in [
         ({"port": "29600"}, "TypeError: smddp: '29600' is no integer: a port is one"),
         ({"port": 2**32}, "ValueError: smddp: 4294967296 is too large for a port"),
@@ -388,11 +372,8 @@ def arguments_of_init() -> None:
     assert smddp.numpy.init().size == 1
 
 
-def test_wrong_arguments_of_init() -> None:
-    ranks.check_ranks(arguments_of_init, "1")
-
-
-def alone() -> None:
+@on_ranks("1")
+def test_a_job_whose_ranks_do_not_meet() -> None:
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         smddp.numpy.init(0, 2, "127.0.0.1", timeout=100)
@@ -412,10 +393,6 @@ def alone() -> None:
             smddp.numpy.init(0, 2, "127.0.0.1", taken.getsockname()[1], timeout=5)
         with pytest.raises(smddp.numpy.CollectiveTimeoutError, match="does not answer"):
             smddp.numpy.init(1, 2, "127.0.0.1", taken.getsockname()[1], timeout=0.5)
-
-
-def test_a_job_whose_ranks_do_not_meet() -> None:
-    ranks.check_ranks(alone, "1")
 
 
 def failing_to_meet(how: str, wrong: int, comes_after: float) -> tuple[str, float]:

@@ -15,6 +15,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 
 pytestmark = pytest.mark.multiprocess
 layouts = pytest.mark.parametrize("layout", ["3", "2x2", "1+1"])
@@ -137,7 +138,9 @@ CALLS: dict[str, tuple[Call, Shapes]] = {
 }
 
 
-def _lists_of_one_tensor() -> None:
+@layouts
+@on_ranks("{layout}")
+def test_one_tensor_several_times_is_as_with_gloo(layout: str) -> None:
     with ranks.job(oracle=True) as gloo:
         size = dist.get_world_size()
         for count in (1, 5, 100_003):
@@ -150,11 +153,6 @@ def _lists_of_one_tensor() -> None:
             _reduce_each([mine, mine], [])
             dist.all_reduce_coalesced([theirs, theirs], group=gloo)
             assert torch.equal(mine, theirs)
-
-
-@layouts
-def test_one_tensor_several_times_is_as_with_gloo(layout: str) -> None:
-    ranks.check_ranks(_lists_of_one_tensor, layout)
 
 
 def _place(choices: random.Random, span: int, count: int, length: int) -> Spec:
@@ -194,7 +192,9 @@ def test_memory_at_random(layout: str, shared: bool) -> None:
         ranks.check_ranks(_at_random, layout, seed, 80, shared)
 
 
-def _in_place() -> None:
+@layouts
+@on_ranks("{layout}")
+def test_own_block_in_place(layout: str) -> None:
     with ranks.job():
         size, me = dist.get_world_size(), dist.get_rank()
         whole = torch.zeros(size * 4)
@@ -213,11 +213,6 @@ def _in_place() -> None:
         given = memory[:2:2] if me == 0 else uneven[me].clone()
         dist.all_gather(uneven, given)
         assert uneven[-1].tolist() == [float(size - 1)] * size
-
-
-@layouts
-def test_own_block_in_place(layout: str) -> None:
-    ranks.check_ranks(_in_place, layout)
 
 
 def _elements_that_share_memory() -> list[str]:
@@ -244,7 +239,9 @@ def test_elements_that_share_memory_are_refused() -> None:
         assert "strides [2, 1]" in said[1]
 
 
-def _calls_in_flight() -> None:
+@layouts
+@on_ranks("{layout}")
+def test_calls_in_flight_on_the_same_memory_run_in_order(layout: str) -> None:
     with ranks.job():
         me, size = dist.get_rank(), dist.get_world_size()
         for count in (4, 5000, 200_000):
@@ -259,8 +256,3 @@ def _calls_in_flight() -> None:
             expected = torch.full_like(memory, size * (size + 1) // 2 * size**2)
             expected[1:] *= size
             torch.testing.assert_close(memory, expected, rtol=0, atol=0)
-
-
-@layouts
-def test_calls_in_flight_on_the_same_memory_run_in_order(layout: str) -> None:
-    ranks.check_ranks(_calls_in_flight, layout)

@@ -8,6 +8,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 
 pytestmark = pytest.mark.multiprocess
 layouts = pytest.mark.parametrize("layout", ["2", "2x2"])
@@ -98,7 +99,9 @@ def _backend() -> dist.Backend:
     return dist.group.WORLD._get_backend(torch.device("cpu"))
 
 
-def _reductions() -> None:
+@layouts
+@on_ranks("{layout}")
+def test_what_is_documented_is_reduced(layout: str) -> None:
     with ranks.job(oracle=True) as gloo:
         assert gloo is not None
         me, size = dist.get_rank(), dist.get_world_size()
@@ -126,7 +129,8 @@ def _reductions() -> None:
                 _same(below, expected, f"allreduce: {what}")
 
 
-def _refusals() -> None:
+@on_ranks("2")
+def test_what_is_not_documented_is_refused_before_anything_moves() -> None:
     """Only rank 0 makes the unsupported call. If it moved data, the next call would not match."""
     with ranks.job():
         for dtype in [*DOCUMENTED, *ONLY_MOVED]:
@@ -142,7 +146,9 @@ def _refusals() -> None:
             _same(after, torch.full((3,), 2.0), f"after {dtype}")
 
 
-def _moves() -> None:
+@layouts
+@on_ranks("{layout}")
+def test_every_type_is_moved_bit_by_bit(layout: str) -> None:
     warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
     with ranks.job():
         me, size = dist.get_rank(), dist.get_world_size()
@@ -187,20 +193,6 @@ def _moves() -> None:
             check(got, blocks[previous], "send and recv")
             dist.broadcast(mine, 1)
             check(mine, blocks[1], "broadcast")
-
-
-@layouts
-def test_what_is_documented_is_reduced(layout: str) -> None:
-    ranks.check_ranks(_reductions, layout)
-
-
-def test_what_is_not_documented_is_refused_before_anything_moves() -> None:
-    ranks.check_ranks(_refusals, "2")
-
-
-@layouts
-def test_every_type_is_moved_bit_by_bit(layout: str) -> None:
-    ranks.check_ranks(_moves, layout)
 
 
 def test_the_table_names_every_operation() -> None:

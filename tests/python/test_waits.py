@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import programs
 import pytest
 import ranks
 import torch
@@ -424,22 +425,6 @@ def test_leaving_with_a_send_in_flight(layout: str) -> None:
 # --- fork -----------------------------------------------------------------------------------------
 
 
-def _in_a_child(action: Callable[[], str]) -> str:
-    reader, writer = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            text = action()
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(writer, text.encode())
-        os._exit(0)
-    os.close(writer)
-    text = os.read(reader, 4096).decode()
-    os.waitpid(child, 0)
-    os.close(reader)
-    return text
-
-
 def _job_of_children() -> str:
     _init()
     tensor = torch.ones(1000)
@@ -452,7 +437,7 @@ def _job_of_children() -> str:
 
 def _forked_after_destroy() -> str:
     assert _job_of_children().startswith("sum")
-    return _in_a_child(_job_of_children)
+    return programs.in_a_child(_job_of_children)
 
 
 @pytest.mark.parametrize("layout", ["2", "2x1"])
@@ -463,7 +448,7 @@ def test_a_child_may_begin_after_its_parent_has_ended(layout: str) -> None:
 def _forked_in_between() -> str:
     _init()
     dist.new_group(_members())
-    text = _in_a_child(lambda: str(dist.new_group(_members())))
+    text = programs.in_a_child(lambda: str(dist.new_group(_members())))
     dist.destroy_process_group()
     return text
 

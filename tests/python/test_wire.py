@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from test_tuning import Failure, failure_of
 
 import smddp
@@ -76,7 +77,10 @@ def test_sums_are_close_and_equal_everywhere(layout: str, wire: str) -> None:
     ranks.check_ranks(_sums, layout, wire, ranks.nodes_of(layout))
 
 
-def _other_reductions(wire: str) -> None:
+@layouts
+@pytest.mark.parametrize("wire", ["bf16", "int8", "int8+feedback"])
+@on_ranks("{layout}")
+def test_reduces_and_reduce_scatters_are_close(layout: str, wire: str) -> None:
     os.environ["SMDDP_WIRE"] = wire
     dist.init_process_group("smddp")
     size, me = dist.get_world_size(), dist.get_rank()
@@ -102,12 +106,6 @@ def _other_reductions(wire: str) -> None:
     for name in ("reduce/direct", "reduce_scatter/direct"):
         assert me != 0 or smddp.statistics()[name]["fabric_bytes"] > 0
     dist.destroy_process_group()
-
-
-@layouts
-@pytest.mark.parametrize("wire", ["bf16", "int8", "int8+feedback"])
-def test_reduces_and_reduce_scatters_are_close(layout: str, wire: str) -> None:
-    ranks.check_ranks(_other_reductions, layout, wire)
 
 
 def _reduce_scatter_bytes(wire: str) -> int:
@@ -291,7 +289,9 @@ def test_auto_measures_nothing_inside_a_node() -> None:
         assert "between nodes" not in outcome.value + outcome.stderr
 
 
-def _pieces(wire: str) -> None:
+@wires
+@on_ranks("2x2")
+def test_a_vector_of_several_tensors(wire: str) -> None:
     os.environ["SMDDP_WIRE"] = wire
     dist.init_process_group("smddp")
     size, me = dist.get_world_size(), dist.get_rank()
@@ -309,12 +309,9 @@ def _pieces(wire: str) -> None:
     dist.destroy_process_group()
 
 
-@wires
-def test_a_vector_of_several_tensors(wire: str) -> None:
-    ranks.check_ranks(_pieces, "2x2", wire)
-
-
-def _unchanged() -> None:
+@pytest.mark.parametrize("layout", ["1+1", "2x2"])
+@on_ranks("{layout}")
+def test_everything_else_travels_as_it_is(layout: str) -> None:
     os.environ["SMDDP_WIRE"] = "int8"
     dist.init_process_group("smddp")
     size, me = dist.get_world_size(), dist.get_rank()
@@ -341,12 +338,8 @@ def _unchanged() -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("layout", ["1+1", "2x2"])
-def test_everything_else_travels_as_it_is(layout: str) -> None:
-    ranks.check_ranks(_unchanged, layout)
-
-
-def _one_node() -> None:
+@on_ranks("2")
+def test_nothing_is_encoded_inside_a_node() -> None:
     os.environ["SMDDP_WIRE"] = "int8"
     dist.init_process_group("smddp")
     tensor = _vector(50_000, dist.get_rank())
@@ -355,11 +348,8 @@ def _one_node() -> None:
     dist.destroy_process_group()
 
 
-def test_nothing_is_encoded_inside_a_node() -> None:
-    ranks.check_ranks(_one_node, "2")
-
-
-def _not_finite() -> None:
+@on_ranks("1+1")
+def test_infinities_and_nans_arrive() -> None:
     os.environ["SMDDP_WIRE"] = "int8"
     dist.init_process_group("smddp")
     me = dist.get_rank()
@@ -375,10 +365,6 @@ def _not_finite() -> None:
     assert int(tensor.count_nonzero()) == 4
     assert abs(float(tensor[600]) - 3) <= 3 * _STEP["int8"] * 2
     dist.destroy_process_group()
-
-
-def test_infinities_and_nans_arrive() -> None:
-    ranks.check_ranks(_not_finite, "1+1")
 
 
 def _groups() -> tuple[str, list[int]]:

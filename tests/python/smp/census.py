@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -68,3 +71,67 @@ class UnmappedCensus(Census):
                 if begin <= address < end:
                     return 0
         return count
+
+
+@contextlib.contextmanager
+def counting_tasks(baton: Any) -> Iterator[None]:
+    """Counts in this context what the tasks of a baton do, too."""
+    submit = baton.submit
+
+    def counted(task: Any) -> None:
+        function = task.function
+
+        def run() -> None:
+            with Census():
+                function()
+
+        task.function = run
+        submit(task)
+
+    baton.submit = counted
+    try:
+        yield
+    finally:
+        baton.submit = submit
+
+
+def resident(name: str) -> int:
+    """Returns a figure of this process in bytes, such as "VmRSS"."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(name)]
+    return int(line.split()[1]) * 1024
+
+
+class Highest(threading.Thread):
+    """Looks all the time at a figure of this process; `most` is the largest one."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(daemon=True)
+        self._name, self._over, self.most = name, threading.Event(), 0
+
+    def __enter__(self) -> Highest:
+        self.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._over.wait(0.0005):
+            self.most = max(self.most, resident(self._name))
+
+
+def give_back_at_once(least: int) -> ctypes.CDLL:
+    """Lets malloc give to the system what is freed, also if small tensors came to lie beside it.
+
+    Args:
+        least: bytes of an allocation that gets memory of its own.
+
+    Returns:
+        The functions of malloc.
+    """
+    malloc = ctypes.CDLL(None)
+    malloc.mallopt(-8, 1)  # M_ARENA_MAX
+    malloc.mallopt(-3, least)  # M_MMAP_THRESHOLD
+    return malloc

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,3 +44,23 @@ def train(model: Any, x: torch.Tensor, fault: str) -> Any:
     loss = model(x).sum()
     model.backward(loss)
     return loss
+
+
+@smp.step
+def called_by_some(model: Any, x: torch.Tensor, calls: bool) -> Any:
+    if calls:
+        model.backward(model(x).sum())
+
+
+def pair(make: Callable[[str], nn.Module] = lambda _: nn.Linear(4, 4), **config: Any) -> Any:
+    """Begins a job of two partitions; returns a model of one part on each of their ranks."""
+    smp.init({"partitions": 2, **MANUAL, **config})
+    first = make("0")
+    with smp.partition(1):
+        last = make("1")
+    return smp.DistributedModel(nn.Sequential(first, last))
+
+
+def numbered() -> torch.Tensor:
+    """Returns a batch of which each microbatch holds its number."""
+    return torch.arange(4.0).repeat_interleave(2).unsqueeze(1).expand(8, 4).clone()

@@ -6,34 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from smp.common import shards
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
 
 # Smaller parameters stay whole. Most models of the zoo have some of both kinds.
 THRESHOLD = 20
-
-
-@smp.step
-def squares(model: Any, x: Tensor) -> Any:
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
-
-def check_state(found: Any, expected: Any, exact: bool, first: bool, where: str) -> None:
-    assert found.keys() == expected.keys(), where
-    for key, value in expected.items():
-        if not first and "running" in key:
-            continue  # each replica has its own statistics until the next step begins
-        tolerance = 0 if exact else 1e-6
-        torch.testing.assert_close(
-            found[key],
-            value,
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda m, key=key: f"{where}, {key}: {m}",
-        )
 
 
 class Fails(nn.Module):
@@ -71,16 +50,7 @@ def failing(model: Any, x: Tensor, where: str) -> Any:
 
 
 def small(module: Callable[[], nn.Module] = Fails, **config: Any) -> tuple[Any, Any]:
-    smp.init(
-        {
-            "ddp": True,
-            "microbatches": 2,
-            "sharded_data_parallel_degree": 2,
-            "sdp_param_persistence_threshold": THRESHOLD,
-            "sdp_gradient_clipping": 1e9,
-            **config,
-        }
-    )
+    smp.init({"ddp": True, "microbatches": 2, **shards(2, THRESHOLD), **config})
     torch.manual_seed(0)
     model = smp.DistributedModel(module())
     return model, smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -14,6 +14,7 @@ import device_cases
 import pytest
 import torch
 from ranks import check_ranks, listen
+from smp.common import BY_HAND, squares
 from smp.zoo import Fault
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -108,20 +109,10 @@ class Probe(nn.Module):
         counts_of(id(self)).backward.append((live().count("argument"), live().count("inner")))
 
 
-@smp.step
-def train(model: Any, x: Tensor) -> Any:
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
-
 def measured(pp: int, strategy: str, config: dict[str, Any]) -> Any:
     """Trains; returns losses and gradients, the largest counts of a step, and what is left."""
-    smp.init(
-        {"partitions": pp, "microbatches": MICROBATCHES, "pipeline": "simple", "ddp": True}
-        | {"auto_partition": False, "default_partition": 0}
-        | config
-    )
+    common = {"microbatches": MICROBATCHES, "pipeline": "simple", "ddp": True}
+    smp.init({**BY_HAND, "partitions": pp, **common, **config})
     torch.manual_seed(0)
     parts: list[nn.Module] = []
     for index in range(pp):
@@ -145,7 +136,7 @@ def measured(pp: int, strategy: str, config: dict[str, Any]) -> Any:
         x = torch.randn(MICROBATCHES * 32, WIDTH, generator=torch.Generator().manual_seed(step))
         counts.backward.clear()
         counts.forward.clear()
-        results.append(train(model, x).stack())
+        results.append(squares(model, x).stack())
     results += [parameter.grad for parameter in model.local_parameters()]
     if offloader is not None:
         offloader._file.await_moves()
@@ -200,20 +191,18 @@ def test_what_is_in_memory_at_the_beginning_of_a_backward_pass(
 def failing() -> list[str]:
     """The scratch file cannot be written; the next step works."""
     said = listen()
-    smp.init(
-        {"partitions": 2, "microbatches": 4, "ddp": True, "offload_activations": True}
-        | {"auto_partition": False, "default_partition": 0, "activation_loading_horizon": 1}
-        | {"pipeline": "simple"}
-    )
+    config = {"microbatches": 4, "ddp": True, "pipeline": "simple"}
+    offload = {"offload_activations": True, "activation_loading_horizon": 1}
+    smp.init({**BY_HAND, "partitions": 2, **config, **offload})
     parts = []
     for index in range(2):
         with smp.partition(index):
             parts.append(nn.Sequential(*[Layer() for _ in range(LAYERS)]))
     model = smp.DistributedModel(nn.Sequential(*parts))
     x = torch.ones(4 * 32, WIDTH)
-    train(model, x)
+    squares(model, x)
     assert smp.rank() != 0 or "there is none" in said[-1]
-    train(model, x)
+    squares(model, x)
     assert sum("there is none" in text for text in said) == (smp.rank() == 0)
     for part in parts:
         smp.set_activation_checkpointing(part)
@@ -222,10 +211,10 @@ def failing() -> list[str]:
     if smp.rank() == 1:
         os.environ["TMPDIR"] = folder + "/nothing"
     with pytest.raises(SMPMicrobatchError) as caught:
-        train(model, x)
+        squares(model, x)
     texts.append(str(caught.value).splitlines()[0])
     os.environ["TMPDIR"] = folder
-    losses = train(model, x).stack()
+    losses = squares(model, x).stack()
     write = os.pwrite
 
     def full(*_: Any) -> int:
@@ -234,10 +223,10 @@ def failing() -> list[str]:
     if smp.rank() == 0:
         os.pwrite = full
     with pytest.raises(SMPMicrobatchError) as caught:
-        train(model, x)
+        squares(model, x)
     texts.append(str(caught.value).splitlines()[0])
     os.pwrite = write
-    assert torch.equal(train(model, x).stack(), losses)
+    assert torch.equal(squares(model, x).stack(), losses)
     return texts
 
 
@@ -253,11 +242,7 @@ def test_a_scratch_file_that_cannot_be_written_fails_the_step_on_all_ranks() -> 
 
 def failing_in(when: str, pp: int, config: dict[str, Any]) -> list[int]:
     """Fails on the last partition of the first replica; returns what is left without `gc`."""
-    smp.init(
-        {"partitions": pp, "microbatches": MICROBATCHES, "ddp": True}
-        | {"auto_partition": False, "default_partition": 0}
-        | config
-    )
+    smp.init({**BY_HAND, "partitions": pp, "microbatches": MICROBATCHES, "ddp": True, **config})
     torch.manual_seed(0)
     parts: list[nn.Module] = []
     faults = [Fault() for _ in range(pp)]
@@ -270,13 +255,13 @@ def failing_in(when: str, pp: int, config: dict[str, Any]) -> list[int]:
         for part in parts[::2]:
             smp.set_activation_checkpointing(part)
     x = torch.randn(MICROBATCHES * 32, WIDTH)
-    train(model, x)
+    squares(model, x)
     gc.collect()
     gc.disable()
     if smp.dp_rank() == 0 and smp.pp_rank() == pp - 1:
         faults[-1].when = when
     with pytest.raises((SMPMicrobatchError, SMPPeerError)):
-        train(model, x)
+        squares(model, x)
     smp.barrier()
     left = [live().count("argument") + live().count("inner")]
     if pp == 1:

@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from ranks import check_ranks, listen
+from smp.common import check_state
 from smp.test_transparency import MICROBATCHES, STEPS, train_step, whole
 from smp.zoo import ZOO, batch_of, device, make
 from torch import Tensor, nn
@@ -104,17 +106,8 @@ def test_models_with_checkpoints_learn_the_same(
     for name in names:
         _, state = whole(name, replicas)
         for rank, results in enumerate(ranks):
-            assert results[name].keys() == state.keys()
-            for key, value in state.items():
-                if rank >= pp and "running" in key:
-                    continue  # the oracle has only the statistics of the first replica
-                where = f"{name} on rank {rank}: {key}"
-                if ZOO[name].exact and replicas == 1:
-                    assert torch.equal(results[name][key], value), where
-                else:
-                    torch.testing.assert_close(
-                        results[name][key], value, rtol=1e-6, atol=1e-6, msg=where
-                    )
+            tolerance = 0.0 if ZOO[name].exact and replicas == 1 else 1e-6
+            check_state(results[name], state, tolerance, rank < pp, f"{name} on rank {rank}")
 
 
 class Part(nn.Module):
@@ -259,7 +252,9 @@ def steps(model: Any, cast: bool = False) -> list[Any]:
     return results
 
 
-def features(pp: int) -> None:
+@pytest.mark.parametrize("pp", [1, 2])
+@on_ranks("{pp}")
+def test_results_are_those_without_checkpoints(pp: int) -> None:
     """Compares models with and without checkpoints."""
     gc.freeze()  # so that collecting a model does not visit all objects of torch
     smp.init({"partitions": pp, **MANUAL})
@@ -310,11 +305,6 @@ def features(pp: int) -> None:
     anew = run(Layered, False, lambda m: smp.set_activation_checkpointing(m.named, False))
     if (name := "named.linear.weight") in plain[3]:
         assert not torch.equal(anew[3][name], plain[3][name])
-
-
-@pytest.mark.parametrize("pp", [1, 2])
-def test_results_are_those_without_checkpoints(pp: int) -> None:
-    check_ranks(features, str(pp), pp)
 
 
 class Letter(nn.Module):
@@ -430,7 +420,9 @@ class Unpacked(nn.Module):
         return pair[0] * pair[1]
 
 
-def unpacked(pp: int) -> None:
+@pytest.mark.parametrize("pp", [1, 2])
+@on_ranks("{pp}")
+def test_layers_get_a_tuple_as_they_take_it(pp: int) -> None:
     smp.init({"partitions": pp, **MANUAL})
     net = Unpacked(pp - 1)
     model = smp.DistributedModel(net)
@@ -439,11 +431,6 @@ def unpacked(pp: int) -> None:
         for net.strategy in ("each", "group_2", "contiguous"):
             model.zero_grad()
             torch.testing.assert_close(steps(model), plain, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("pp", [1, 2])
-def test_layers_get_a_tuple_as_they_take_it(pp: int) -> None:
-    check_ranks(unpacked, str(pp), pp)
 
 
 class Own(nn.Sequential):
@@ -457,7 +444,8 @@ class Own(nn.Sequential):
         return x
 
 
-def misused() -> None:
+@on_ranks("2")
+def test_misuse_is_an_error_on_all_ranks() -> None:
     """The errors are raised on both ranks."""
     smp.init({"partitions": 2, **MANUAL})
     with pytest.raises(SMPUsageError, match=r"create smp.DistributedModel before"):
@@ -527,10 +515,6 @@ def misused() -> None:
         mark(own)
 
 
-def test_misuse_is_an_error_on_all_ranks() -> None:
-    check_ranks(misused, "2")
-
-
 class PatchedBlocks(nn.Module):
     """Uses the functions of `patches.checkpoint` while it is traced, too."""
 
@@ -582,7 +566,8 @@ def test_a_module_on_several_ranks_is_a_warning_if_the_division_is_automatic() -
     assert len(results) == 2
 
 
-def outside() -> None:
+@on_ranks("1")
+def test_one_partition_outside_a_step() -> None:
     """With one partition: outside a step, in evaluations, and copies of the model."""
     smp.init({"partitions": 1, "microbatches": 1})
     torch.manual_seed(0)
@@ -622,10 +607,6 @@ def outside() -> None:
     assert len(calls) == 1
     model.backward(model(torch.randn(3, 4)).sum())
     assert len(calls) == 3
-
-
-def test_one_partition_outside_a_step() -> None:
-    check_ranks(outside, "1")
 
 
 class Sometimes(nn.Module):

@@ -10,6 +10,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from ranks import check_ranks
+from smp.common import close, gradients, squares, sums
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
@@ -82,13 +83,6 @@ def test_what_a_decision_is_made_from() -> None:
 # --- the pipeline ---------------------------------------------------------------------------------
 
 
-@smp.step
-def train(model: Any, x: Tensor) -> Any:
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
-
 def order(pipeline: str) -> list[bool]:
     """Returns of each rank: did any backward work begin before the last forward pass had begun?
 
@@ -100,7 +94,7 @@ def order(pipeline: str) -> list[bool]:
         last = nn.Linear(4, 4)
     model = smp.DistributedModel(nn.Sequential(first, last))
     for _ in range(3):  # the first two are watched, so nothing overlaps in them
-        train(model, torch.ones(12, 4))
+        squares(model, torch.ones(12, 4))
     assert [name for name, _ in model.local_named_modules()] == [["", "0"], ["1"]][smp.pp_rank()]
     found = []
     for rank in smp.timeline().spans:
@@ -140,10 +134,9 @@ def replicated(options: dict[str, Any], config: dict[str, Any]) -> Any:
     model = smp.DistributedModel(Normed(), **options)
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 + smp.dp_rank()))
     for _ in range(2):
-        train(model, x)
-    gradients = {name: p.grad.clone() for name, p in model.local_named_parameters()}
+        squares(model, x)
     means = {name: b.clone() for name, b in model.local_named_buffers() if "mean" in name}
-    return gradients, means
+    return gradients(model), means
 
 
 @pytest.mark.multiprocess
@@ -158,11 +151,9 @@ def test_ways_to_reduce_give_the_same_gradients() -> None:
         )
     ]
     for ranks in (plain, *others):
-        for rank, (gradients, _) in enumerate(ranks):
-            assert gradients.keys() == plain[rank][0].keys()
-            for name, gradient in gradients.items():
-                assert torch.equal(gradient, plain[rank][0][name]), name
-                assert torch.equal(gradient, ranks[(rank + 2) % 4][0][name]), "another replica"
+        for rank, (found, _) in enumerate(ranks):
+            close(found, plain[rank][0])
+            close(found, ranks[(rank + 2) % 4][0], "another replica")
     # The oracle is one process: gradients of the first step, then with those of the second added.
     torch.manual_seed(0)
     whole = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4)]
@@ -215,10 +206,6 @@ def repeated() -> list[Any]:
     model = smp.DistributedModel(nn.Sequential(module, nn.Linear(4, 4)))
     smp.set_partition(model.get_module()[1], 1)
 
-    @smp.step
-    def step(model: Any, x: Tensor) -> None:
-        model.backward(model(x).sum())
-
     found = []
     for value in (3.0, 5.0):
         with torch.no_grad():
@@ -229,7 +216,7 @@ def repeated() -> list[Any]:
             with torch.no_grad():
                 module.scale[:1, :1].fill_(7.0)
             buffers.restore()
-        step(model, torch.ones(4, 4))
+        sums(model, torch.ones(4, 4))
         if smp.pp_rank() == 0:
             found.append(module.scale.tolist())
     return found
@@ -254,17 +241,17 @@ def roots() -> Any:
     model = smp.DistributedModel(Normed())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
     several_roots(model, torch.ones(8, 4))
-    gradients = {name: p.grad.clone() for name, p in model.local_named_parameters()}
+    found = gradients(model)
     optimizer.zero_grad(set_to_none=False)
     assert all(p.grad is not None and not p.grad.any() for p in model.local_parameters())
     before = [p.detach().clone() for p in model.local_parameters()]
     # The closure calls the step; the optimizer calls the closure, outside any step.
-    loss = optimizer.step(lambda: train(model, torch.ones(8, 4)).reduce_mean())
+    loss = optimizer.step(lambda: squares(model, torch.ones(8, 4)).reduce_mean())
     assert float(loss) > 0
     moved = [p.grad * -0.5 + old for p, old in zip(model.local_parameters(), before, strict=True)]
     for parameter, expected in zip(model.local_parameters(), moved, strict=True):
         torch.testing.assert_close(parameter.detach(), expected)
-    return gradients
+    return found
 
 
 @pytest.mark.multiprocess

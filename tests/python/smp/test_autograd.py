@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import check_ranks
+from smp.common import BY_HAND, Adjoint, gradients, shards, sums
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,7 +49,6 @@ class Net(nn.Module):
             self.inner = Inner(pp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns one number per row."""
         return self.inner(torch.tanh(self.first(x))).square().sum(1)
 
 
@@ -165,18 +165,10 @@ BODIES = [saliency, adversarial, kept, kept_in_vain, twice, chosen]
 TWICE = [penalty, curvature, functional, of_parameters, sharpness, unused_graph]
 
 
-def run(pp: int, pipeline: str, active: int, names: str = "BODIES") -> Any:
+def run(pp: int, pipeline: str, active: int, names: str) -> Any:
     """Returns what each body returns, and the gradients that it leaves."""
-    smp.init(
-        {
-            "partitions": pp,
-            "microbatches": 4,
-            "auto_partition": False,
-            "default_partition": 0,
-            "pipeline": pipeline,
-            "active_microbatches": active,
-        }
-    )
+    options = {"pipeline": pipeline, "active_microbatches": active}
+    smp.init({**BY_HAND, "partitions": pp, "microbatches": 4, **options})
     torch.manual_seed(0)
     module = Net(pp)
     model = smp.DistributedModel(module)
@@ -193,32 +185,35 @@ def run(pp: int, pipeline: str, active: int, names: str = "BODIES") -> Any:
                 parameter.grad = None
             result = step(model, x, y)
         assert not model.runtime.executor.server._runs
-        grads = {
-            name: None if parameter.grad is None else parameter.grad.clone()
-            for name, parameter in model.local_named_parameters()
-        }
-        found[body.__name__] = torch.stack([one.sum() for one in result.outputs]), grads
+        found[body.__name__] = (
+            torch.stack([one.sum() for one in result.outputs]),
+            gradients(model),
+        )
     return found
+
+
+def check_bodies(pipeline: str, active: int, names: str) -> Any:
+    """Compares two and three partitions with one; returns what that one has found."""
+    (expected,) = check_ranks(run, "1", 1, pipeline, active, names)
+    for pp in (2, 3):
+        for rank in check_ranks(run, str(pp), pp, pipeline, active, names):
+            for body, (result, grads) in rank.items():
+                wanted, of_all = expected[body]
+                torch.testing.assert_close(
+                    (result, grads),
+                    (wanted, {name: of_all[name] for name in grads}),
+                    msg=lambda m, where=f"{body}, {pp} ranks": f"{where}: {m}",
+                )
+    return expected
 
 
 @pytest.mark.parametrize(
     ("pipeline", "active"), [("interleaved", 1), ("interleaved", 4), ("simple", 4)]
 )
 def test_only_what_is_asked_for_gets_gradients(pipeline: str, active: int) -> None:
-    (expected,) = check_ranks(run, "1", 1, pipeline, active)
+    expected = check_bodies(pipeline, active, "BODIES")
     for body in ("saliency", "kept_in_vain", "chosen"):
         assert all(gradient is None for gradient in expected[body][1].values())
-    for pp in (2, 3):
-        for rank in check_ranks(run, str(pp), pp, pipeline, active):
-            for body, (result, grads) in rank.items():
-                torch.testing.assert_close(
-                    result, expected[body][0], msg=lambda m, b=body: f"{b}: {m}"
-                )
-                for name, gradient in grads.items():
-                    wanted = expected[body][1][name]
-                    assert (gradient is None) == (wanted is None), (body, name)
-                    if wanted is not None:
-                        torch.testing.assert_close(gradient, wanted)
 
 
 @pytest.mark.parametrize(
@@ -226,19 +221,7 @@ def test_only_what_is_asked_for_gets_gradients(pipeline: str, active: int) -> No
     [pytest.param("interleaved", 4, marks=pytest.mark.costly), ("simple", 4)],
 )
 def test_derivatives_of_derivatives_and_of_parameters(pipeline: str, active: int) -> None:
-    (expected,) = check_ranks(run, "1", 1, pipeline, active, "TWICE")
-    for pp in (2, 3):
-        for rank in check_ranks(run, str(pp), pp, pipeline, active, "TWICE"):
-            for body, (result, grads) in rank.items():
-                wanted, of_all = expected[body]
-                torch.testing.assert_close(result, wanted, msg=lambda m, b=body: f"{b}: {m}")
-                for name, gradient in grads.items():
-                    where = f"{body}, {name}, {pp}"
-                    assert (gradient is None) == (of_all[name] is None), where
-                    if gradient is not None:
-                        torch.testing.assert_close(
-                            gradient, of_all[name], msg=lambda m, w=where: f"{w}: {m}"
-                        )
+    check_bodies(pipeline, active, "TWICE")
 
 
 def asked(pp: int) -> Any:
@@ -287,7 +270,6 @@ class Severed(nn.Module):
         self.second = Severs()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns a matrix of the shape of `x`."""
         return self.second(x @ self.first)  # type: ignore[no-any-return]
 
 
@@ -299,7 +281,6 @@ class Severs(nn.Module):
         self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns a matrix of the shape of `x`."""
         total = float(x.detach().sum())
         x = x.detach() if total > 0 else x
         return (NoGradient.apply(x) if total < -99 else x) @ self.weight  # type: ignore[no-any-return]
@@ -320,33 +301,17 @@ SIGNS = [(-1, -2), (-1, -2), (-1, 1), (1, -1), (-99, -1), (1, -99), (1, 2), (-2,
 
 
 def severed(partitions: int, degree: int) -> Any:
-    smp.init(
-        {
-            "partitions": partitions,
-            "microbatches": 2,
-            "auto_partition": False,
-            "default_partition": 0,
-            "ddp": degree > 1,
-            "sharded_data_parallel_degree": degree,
-            "sdp_param_persistence_threshold": 1,
-            "sdp_gradient_clipping": 1e9,
-        }
-    )
+    config = {"microbatches": 2, "ddp": degree > 1, **shards(degree)}
+    smp.init({**BY_HAND, "partitions": partitions, **config})
     module = Severed()
     model = smp.DistributedModel(module)
     smp.set_partition(module.second, partitions - 1)
-
-    @smp.step
-    def step(model: Any, x: Tensor) -> Any:
-        loss = model(x).sum()
-        model.backward(loss)
-        return loss
 
     found = []
     for signs in SIGNS:
         for parameter in module.parameters():
             parameter.grad = None
-        step(
+        sums(
             model,
             torch.tensor(signs, dtype=torch.float32)
             .repeat_interleave(2)[:, None]
@@ -372,16 +337,12 @@ def test_a_parameter_whose_use_gets_no_gradient(partitions: int, degree: int) ->
         check_ranks(severed, str(partitions * degree), partitions, degree)
     ):
         for step, found in enumerate(steps):
-            for name, gradient in found.items():
-                wanted = expected[step][name]
-                if wanted is not None and degree > 1:
-                    wanted = wanted.view(degree, -1)[rank // partitions]
-                where = f"{name}, step {step}, rank {rank}"
-                assert (gradient is None) == (wanted is None), where
-                if wanted is not None:
-                    torch.testing.assert_close(
-                        gradient, wanted, msg=lambda m, at=where: f"{at}: {m}"
-                    )
+            wanted = {name: expected[step][name] for name in found}
+            for name, gradient in wanted.items() if degree > 1 else ():
+                if gradient is not None:
+                    wanted[name] = gradient.view(degree, -1)[rank // partitions]
+            where = f"step {step}, rank {rank}"
+            torch.testing.assert_close(found, wanted, msg=lambda m, at=where: f"{at}: {m}")
 
 
 class Box:
@@ -401,7 +362,6 @@ class Packs(nn.Module):
         self.second = Unpacks(way)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns a vector or a matrix."""
         h = self.first(x)
         if self.way == "argument":
             h = Box(h)
@@ -424,7 +384,6 @@ class Unpacks(nn.Module):
         self.second = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Any, more: Any = None) -> Any:
-        """Returns what `way` says."""
         if self.way in ("argument", "parameter"):
             x = x.value
         if self.way == "torch's argument":
@@ -438,14 +397,7 @@ class Unpacks(nn.Module):
 
 def packed(partitions: int, way: str) -> Any:
     """Returns the gradients of three steps."""
-    smp.init(
-        {
-            "partitions": partitions,
-            "microbatches": 2,
-            "auto_partition": False,
-            "default_partition": 0,
-        }
-    )
+    smp.init({**BY_HAND, "partitions": partitions, "microbatches": 2})
     torch.manual_seed(0)
     module = Packs(way)
     model = smp.DistributedModel(module)
@@ -471,27 +423,6 @@ def test_gradients_of_tensors_inside_other_values(way: str) -> None:
     one, two = check_ranks(packed, "2", 2, way)
     for step, expected in enumerate(alone):
         torch.testing.assert_close({**one[step], **two[step]}, expected)
-
-
-class Adjoint(torch.autograd.Function):
-    """Calls a module in its backward pass, and returns gradients of its parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, f: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
-        with torch.no_grad():
-            y = x + f(x)
-        ctx.f = f
-        ctx.save_for_backward(x, *parameters)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, *parameters = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            y = x + ctx.f(x)
-            found = torch.autograd.grad(y, (x, *parameters), gradient, allow_unused=True)
-        return None, *found
 
 
 class Reversible(torch.autograd.Function):
@@ -536,7 +467,7 @@ class Solver(nn.Module):
 
     def solved(self, x: Tensor) -> Tensor:
         for _ in range(2):
-            x = Adjoint.apply(self.f, x, *self.f.parameters())
+            x = Adjoint.apply(lambda x: x + self.f(x), x, *self.f.parameters())
         return Reversible.apply(self.turn, x)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor, checkpointed: bool = False) -> Tensor:
@@ -561,15 +492,7 @@ class Around(nn.Module):
 
 
 def solved(pp: int, kind: type[Any], checkpointed: bool, marked: bool = False) -> Any:
-    smp.init(
-        {
-            "partitions": pp,
-            "microbatches": 4,
-            "auto_partition": False,
-            "default_partition": 0,
-            "ddp": True,
-        }
-    )
+    smp.init({**BY_HAND, "partitions": pp, "microbatches": 4, "ddp": True})
     torch.manual_seed(0)
     module = kind(pp)
     model = smp.DistributedModel(module)
@@ -588,16 +511,7 @@ def solved(pp: int, kind: type[Any], checkpointed: bool, marked: bool = False) -
             smp.set_activation_checkpointing(module.f[0])
         module.zero_grad()
         loss = step(model, x).reduce_mean()
-        found.append(
-            (
-                loss,
-                {
-                    n: p.grad.clone()
-                    for n, p in model.local_named_parameters()
-                    if p.grad is not None
-                },
-            )
-        )
+        found.append((loss, {n: g for n, g in gradients(model).items() if g is not None}))
     return found
 
 
@@ -610,12 +524,8 @@ def test_a_function_that_calls_modules_in_its_backward(kind: Any, checkpointed: 
         for step, (loss, grads) in enumerate(expected):
             torch.testing.assert_close(ranks[-1][step][0], loss)
             found = {name: one for rank in ranks for name, one in rank[step][1].items()}
-            assert found.keys() == grads.keys()
-            for name, gradient in grads.items():
-                where = f"{name}, step {step}, {pp} ranks"
-                torch.testing.assert_close(
-                    found[name], gradient, msg=lambda m, w=where: f"{w}: {m}"
-                )
+            where = f"step {step}, {pp} ranks"
+            torch.testing.assert_close(found, grads, msg=lambda m, w=where: f"{w}: {m}")
 
 
 def later() -> Any:
@@ -714,7 +624,6 @@ class Borrower(nn.Module):
         self.weight_of = {"other": other.weight}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns a matrix of the shape of `x`."""
         x = self.lenders[0](x) @ self.weight_of["other"]
         return self.scale * x * self.lenders[0].bias  # type: ignore[no-any-return]
 
@@ -732,7 +641,6 @@ class Lending(nn.Module):
             self.borrower = Borrower(self.lender, self.other)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns one number per row."""
         return self.borrower(x).square().sum(1)  # type: ignore[no-any-return]
 
 
@@ -768,7 +676,6 @@ class Unusual(nn.Module):
         self.weight = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor, *, scale: float = 1.0, **others: Any) -> Tensor:
-        """Returns a tensor of the shape of `x`."""
         return x * self.weight * scale
 
 

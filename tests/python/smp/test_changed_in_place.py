@@ -39,7 +39,6 @@ class Shift(nn.Module):
         self.shift = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, x: Tensor, more: Any = None) -> Tensor:
-        """Returns the sum."""
         result = x + self.shift
         return result if more is None else result + float(more[0])
 
@@ -159,7 +158,6 @@ class Keeps(nn.Module):
             self.state = State(count)
 
     def forward(self, x: Tensor) -> Any:
-        """Returns what the state was after this call."""
         total, cached, y = self.state(x * self.first)
         return total.clone(), cached.clone(), y
 
@@ -235,7 +233,6 @@ class Sharing(nn.Module):
         self.shift = nn.Parameter(torch.zeros(1, count))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds."""
         return x + self.shift.view(-1)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from ranks import check_ranks
 from torch import Tensor, nn
 
@@ -250,7 +251,9 @@ class Counting(nn.Module):
         return y
 
 
-def left(times: bool) -> None:
+@pytest.mark.parametrize("times", [False, True])
+@on_ranks("2")
+def test_a_trace_leaves_nothing_behind(times: bool) -> None:
     smp.init({"partitions": 2, "use_times": times})
     torch.manual_seed(3)
     net = nn.Sequential(Counting(), Counting())
@@ -279,8 +282,3 @@ def left(times: bool) -> None:
         random.setstate(state)
         random.random(), random.random()
         assert now == random.getstate()
-
-
-@pytest.mark.parametrize("times", [False, True])
-def test_a_trace_leaves_nothing_behind(times: bool) -> None:
-    check_ranks(left, "2", times)

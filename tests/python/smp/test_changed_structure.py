@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import check_ranks
+from smp.common import BY_HAND
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
@@ -31,7 +32,6 @@ class Fickle(nn.Module):
         self.mood = "tensor"
 
     def forward(self, x: Tensor) -> Any:
-        """Returns a tensor, or a structure that holds it."""
         y = torch.tanh(self.dropout(self.norm(self.linear(x))))
         self.average = 0.9 * self.average + y.detach().mean(0)
         y = y + self.average
@@ -52,7 +52,6 @@ class Model(nn.Module):
             self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, mood: str) -> Tensor:
-        """Adds up the tensors that it gets."""
         x = self.first(x)
         if mood == "pair":
             y, z = self.fickle(x)
@@ -67,7 +66,6 @@ class Model(nn.Module):
 
 @smp.step
 def train(model: Any, x: Tensor, mood: str) -> Any:
-    """One step."""
     loss = F.mse_loss(model(x, mood), x)
     model.backward(loss)
     return loss
@@ -84,16 +82,8 @@ def run(
         passes: steps per update.
         ends: how many batches each replica has.
     """
-    smp.init(
-        {
-            "partitions": partitions,
-            "microbatches": MICROBATCHES,
-            "pipeline": pipeline,
-            "ddp": True,
-            "auto_partition": False,
-            "default_partition": 0,
-        }
-    )
+    config = {"microbatches": MICROBATCHES, "pipeline": pipeline, "ddp": True}
+    smp.init({**BY_HAND, "partitions": partitions, **config})
     torch.manual_seed(1)
     inner = Model()
     model = smp.DistributedModel(inner, backward_passes_per_step=passes)
@@ -138,8 +128,7 @@ def check_same(expected: list[Any], found: list[Any]) -> None:
         expected_losses, expected_whole, never = of_replica[replica]
         assert never == 0
         assert losses == pytest.approx(expected_losses, abs=1e-6)
-        for name, tensor in expected_whole.items():
-            torch.testing.assert_close(whole[name], tensor, atol=1e-6, rtol=0)
+        torch.testing.assert_close(whole, expected_whole, atol=1e-6, rtol=0)
     assert any(again for *_, again in found), "nothing was run again"
 
 

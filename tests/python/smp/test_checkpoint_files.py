@@ -23,6 +23,7 @@ import torch
 import torch._dynamo
 from ranks import check_ranks, run_ranks
 from smp.checkpoint_models import begin, same, saving, train
+from smp.common import evaluate
 from smp.zoo import ZOO
 
 import smdistributed.modelparallel.torch as smp
@@ -39,11 +40,6 @@ def begin_shared() -> Any:
     return smp.DistributedModel(ZOO["shared layer"].make())
 
 
-@smp.step
-def forward(model: Any, x: torch.Tensor) -> Any:
-    return model(x)
-
-
 SHARDS = ("shards.safetensors.index.json", "shards.bin.index.json")
 
 
@@ -58,10 +54,10 @@ def files_of_others(path: str, weights: dict[str, torch.Tensor]) -> None:
         for later in (False, True):
             model = begin_shared()
             if later:
-                forward(model, x)
+                evaluate(model, x)
             assert smp.resume_from_checkpoint(path, name, partial=False) == {}, name
             with torch.no_grad():
-                result = forward(model, x).concat()
+                result = evaluate(model, x).concat()
             # The same rows, in two halves.
             same(result, torch.cat([whole(x[:2]), whole(x[2:])]).detach())
             same(dict(model.state_dict()), weights)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import check_ranks, rotating
+from smp.common import close, shards
 from smp.test_sharding_checkpoints import Odd, words_step
 from smp.zoo import device
 
@@ -38,17 +39,8 @@ Pair = tuple[str, str]
 
 def begin(layout: str, half: bool, seed: int) -> tuple[Any, Any]:
     _, partitions, degree = LAYOUTS[layout]
-    smp.init(
-        {
-            "ddp": True,
-            "microbatches": 2,
-            "partitions": partitions,
-            "sharded_data_parallel_degree": degree,
-            "sdp_param_persistence_threshold": 20,
-            "sdp_gradient_clipping": 1e9,
-            "fp16": half,
-        }
-    )
+    config = {"ddp": True, "microbatches": 2, "partitions": partitions, "fp16": half}
+    smp.init({**config, **shards(degree, 20)})
     torch.manual_seed(seed)
     model = smp.DistributedModel(Odd())
     inner = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -129,10 +121,4 @@ def test_a_job_goes_on_in_any_layout(tmp_path: Any, pairs: list[Pair], half: boo
         assert ("fp16_states" in state) == half
         assert ours == losses, case
         for found, expected in ((weights, model), (state, optimizer)):
-            torch.testing.assert_close(
-                dict(found),
-                dict(expected),
-                rtol=0,
-                atol=0,
-                msg=lambda text, case=case: f"{case}: {text}",
-            )
+            close(dict(found), dict(expected), str(case))

@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from ranks import check_ranks
+from smp.common import evaluate
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -176,11 +178,6 @@ def gathered(named: Any) -> list[str]:
     return sorted(name for part in names for name in part)
 
 
-@smp.step
-def evaluate(model: Any, x: torch.Tensor) -> Any:
-    return model(x)
-
-
 def many_questions(pp: int, folder: str, backend: str) -> Any:
     config = {"partitions": pp, "microbatches": 2, "ddp": True, "pipeline": "_only_forward"}
     smp.init({**config, "ddp_dist_backend": backend})
@@ -296,7 +293,9 @@ def test_many_questions(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(output), torch.tensor(whole))
 
 
-def schedule_first() -> None:
+@pytest.mark.multiprocess
+@on_ranks("1")
+def test_a_schedule_may_come_before_the_wrapper() -> None:
     """A schedule that was made before the optimizer was wrapped still counts its steps."""
     smp.init({"partitions": 1})
     model = smp.DistributedModel(nn.Linear(2, 2))
@@ -308,11 +307,6 @@ def schedule_first() -> None:
         optimizer.step()
         schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.5
-
-
-@pytest.mark.multiprocess
-def test_a_schedule_may_come_before_the_wrapper() -> None:
-    check_ranks(schedule_first, "1")
 
 
 def wrong_partition_file(file: str, text: str) -> None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
 import hashlib
 import resource
-import threading
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch._dynamo
+from on_ranks import on_ranks
 from ranks import check_ranks
-from smp.census import Census
+from smp.census import Census, Highest, give_back_at_once, resident
+from smp.common import evaluate, squares
 from smp.test_delayed import GPT2, tensors
 from smp.zoo import ZOO, arguments, batch_of, device
 from torch import Tensor, nn
@@ -82,7 +81,6 @@ def test_training_is_that_of_ordinary_creation(parts: int, names: list[str]) -> 
 
 @smp.step
 def language(model: Any, ids: Tensor) -> Any:
-    """Runs one step of GPT2."""
     loss = nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
     model.backward(loss)
     return loss
@@ -160,42 +158,12 @@ WIDTH, LAYERS = 1024, 32  # 4 MiB each
 SMALL = 2**18  # what biases that are computed, states of random generators and activations need
 
 
-class Peak(threading.Thread):
-    """Looks all the time how much memory the process uses.
-
-    Attributes:
-        most: the largest number of bytes that it has seen.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.most, self.ended = 0, threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        process = psutil.Process()
-        while not self.ended.wait(0.001):
-            self.most = max(self.most, process.memory_info().rss)
-
-
-def give_back_at_once() -> ctypes.CDLL:
-    """Lets malloc give to the system what is freed, also if small tensors came to lie beside it.
-
-    Returns:
-        The functions of malloc.
-    """
-    malloc = ctypes.CDLL(None)
-    malloc.mallopt(-8, 1)  # M_ARENA_MAX
-    malloc.mallopt(-3, 2**18)  # M_MMAP_THRESHOLD
-    return malloc
-
-
 def large(config: dict[str, int], width: int) -> tuple[int, int, int, int]:
     """Returns the bytes of what is here of parameters; of all storages; and the peaks.
 
     These are of tensors, and of the process.
     """
-    give_back_at_once()
+    give_back_at_once(2**18)
     smp.init({**MANUAL, **config, "microbatches": 1})
     parts = config.get("partitions", 1)
 
@@ -218,14 +186,11 @@ def large(config: dict[str, int], width: int) -> tuple[int, int, int, int]:
         model = build(4)  # imports modules, starts threads
     del model
     gc.collect()
-    before = psutil.Process().memory_info().rss
+    before = resident("VmRSS")
     Census.peak = 0
-    watch = Peak()
-    with Census():
+    with Highest("VmRSS") as highest, Census():
         model = build(width)
-    watch.ended.set()
-    watch.join()
-    peak = watch.most - before
+    peak = highest.most - before
     mine = sum(p.nbytes for p in model.runtime.optimised())
     gc.collect()
     storages = {
@@ -234,12 +199,6 @@ def large(config: dict[str, int], width: int) -> tuple[int, int, int, int]:
         if isinstance(one, Tensor) and not one.is_meta
     }
     return mine, sum(storages.values()), Census.peak, peak
-
-
-@smp.step
-def evaluate(model: Any, x: Tensor) -> Any:
-    """Runs the model forward."""
-    return model(x)
 
 
 @pytest.mark.multiprocess
@@ -280,12 +239,6 @@ class Huge(nn.Sequential):
         super().__init__(*(nn.Linear(width, width) for _ in range(48)))
 
 
-@smp.step
-def descend(model: Any, x: Tensor) -> None:
-    """Makes the gradients of a loss."""
-    model.backward(model(x).square().mean())
-
-
 def digest(tensor: Tensor) -> str:
     """Returns a name for the bits of a tensor."""
     return hashlib.sha256(tensor.detach().cpu().contiguous().numpy()).hexdigest()
@@ -314,7 +267,7 @@ def trained_whole(copies: int) -> list[dict[str, list[str]]]:
 
 def trained_within_limit(config: dict[str, Any]) -> list[dict[str, str]]:
     """Returns, at creation and after a step, the digests of what lives here."""
-    malloc = give_back_at_once()
+    malloc = give_back_at_once(2**18)
 
     def train(width: int) -> list[dict[str, str]]:
         fixed = {"ddp": True, "microbatches": 1, "delayed_parameter_initialization": True}
@@ -331,7 +284,7 @@ def trained_within_limit(config: dict[str, Any]) -> list[dict[str, str]]:
             found.append({name: digest(t) for name, t in local if isinstance(t, Tensor)})
 
         model.register_post_partition_hook(note)
-        descend(model, torch.ones(1, width))
+        squares(model, torch.ones(1, width))
         optimizer.step()
         note()
         smp.shutdown()
@@ -339,9 +292,8 @@ def trained_within_limit(config: dict[str, Any]) -> list[dict[str, str]]:
 
     train(8)  # imports modules, starts threads
     gc.collect()
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (used,) = (int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (used + LIMIT, resource.RLIM_INFINITY))
+    limit = resident("VmData") + LIMIT
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         Huge()
     gc.collect()
@@ -380,7 +332,9 @@ def test_a_model_larger_than_the_memory_of_a_rank(config: dict[str, Any]) -> Non
         assert seen == expected.keys()
 
 
-def left_over() -> None:
+@pytest.mark.multiprocess
+@on_ranks("2")
+def test_tensors_that_are_left_when_the_model_is_divided() -> None:
     smp.init({**MANUAL, "partitions": 2})
     with smp.delay_param_initialization():
         net = nn.Sequential(nn.Linear(2, 2), nn.utils.weight_norm(nn.Linear(2, 2)))
@@ -407,11 +361,9 @@ def left_over() -> None:
 
 
 @pytest.mark.multiprocess
-def test_tensors_that_are_left_when_the_model_is_divided() -> None:
-    check_ranks(left_over, "2")
-
-
-def refused(parts: int) -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+@on_ranks("2")
+def test_all_ranks_raise_if_a_parameter_cannot_come_to_life(parts: int) -> None:
     """All ranks raise when a parameter cannot come to life, and the job can go on."""
     smp.init({**MANUAL, "partitions": parts})
     table = torch.ones(200, 200)
@@ -427,9 +379,3 @@ def refused(parts: int) -> None:
     smp.set_partition((model := smp.DistributedModel(net)).get_module()[1], 1)
     with pytest.raises(SMPMicrobatchError, match=text):
         evaluate(model, torch.ones(2, 200).to(device()))
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("parts", [1, 2])
-def test_all_ranks_raise_if_a_parameter_cannot_come_to_life(parts: int) -> None:
-    check_ranks(refused, "2", parts)

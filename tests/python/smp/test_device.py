@@ -10,6 +10,7 @@ import device_cases
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from ranks import check_ranks, rotating
 from smp import (
     test_activations,
@@ -19,6 +20,7 @@ from smp import (
     test_transparency,
     zoo,
 )
+from smp.common import BY_HAND
 from smp.test_sharding_array import Row
 from torch import Tensor, nn
 
@@ -215,7 +217,8 @@ def give_generator(there: device_cases.Fake) -> torch.Generator:
     return generator
 
 
-def any_accelerator() -> None:
+@on_ranks("1")
+def test_any_accelerator_of_torch_will_do() -> None:
     """The type of a device, its generator and its index come from torch's generic interface."""
     there = device_cases.Fake()
     generator, module = give_generator(there), torch.get_device_module(there.device)
@@ -237,10 +240,6 @@ def any_accelerator() -> None:
     module.is_available = lambda: False
     assert GradScaler()._device == device.kind() == "cpu"
     assert device.current() == torch.device("cpu")
-
-
-def test_any_accelerator_of_torch_will_do() -> None:
-    check_ranks(any_accelerator, "1")
 
 
 class Draws(nn.Module):
@@ -279,10 +278,7 @@ def drawing(partitions: int) -> Tensor:
         chosen.update({threading.get_ident(): index}),
     )
     generator = give_generator(there)
-    smp.init(
-        {"partitions": partitions, "microbatches": 4, "ddp": True}
-        | {"auto_partition": False, "default_partition": 0}
-    )
+    smp.init({**BY_HAND, "partitions": partitions, "microbatches": 4, "ddp": True})
     torch.manual_seed(0)
     seen: list[int] = []
     parts = []

@@ -13,15 +13,11 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from ranks import arrive, await_ranks, check_ranks, run_ranks
-from smp.failing_models import MANUAL, Faulty, train
+from smp.failing_models import MANUAL, Faulty, numbered, pair, train
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.core.errors import (
-    SMPError,
-    SMPMicrobatchError,
-    SMPPeerError,
-)
+from smddp.modelparallel.core.errors import SMPError, SMPMicrobatchError, SMPPeerError
 from smddp.modelparallel.torch.pipeline import executor as executor_module
 
 pytestmark = pytest.mark.multiprocess
@@ -34,7 +30,7 @@ def failing(pp: int, pipeline: str) -> list[str]:
         with smp.partition(index):
             parts.append(Faulty(str(index)))
     model = smp.DistributedModel(nn.Sequential(*parts))
-    x = torch.arange(4.0).repeat_interleave(2).unsqueeze(1).expand(8, 4)
+    x = numbered()
     expected = float(train(model, x, "").reduce_sum())
     gradients = [parameter.grad.clone() for parameter in model.local_parameters()]
     texts = []
@@ -88,17 +84,14 @@ class IllegibleError(Exception):
 
 
 def failing_illegibly() -> str:
-    smp.init({"partitions": 2, **MANUAL})
-    with smp.partition(1):
-        last = Faulty("1")
-    model = smp.DistributedModel(nn.Sequential(Faulty("0"), last))
+    model = pair(Faulty)
     x = torch.ones(8, 4)
     train(model, x, "")
 
     def fail(*_: Any) -> None:
         raise IllegibleError
 
-    handle = last.register_forward_hook(fail)
+    handle = model.get_module()[1].register_forward_hook(fail)
     with pytest.raises(SMPMicrobatchError) as caught:
         train(model, x, "")
     handle.remove()
@@ -228,7 +221,7 @@ def replica_fails() -> list[str]:
     smp.init({"partitions": 1, **MANUAL})
     part = Faulty("0")
     model = smp.DistributedModel(part)
-    x = torch.arange(4.0).repeat_interleave(2).unsqueeze(1).expand(8, 4)
+    x = numbered()
     seen = []
     for number in range(3):
         part.fault = "forward 0" if number == 1 and smp.rank() == 1 else ""
@@ -251,17 +244,13 @@ def test_a_failure_of_one_replica_reaches_the_others() -> None:
 
 
 def dying() -> str:
-    smp.init({"partitions": 2, **MANUAL})
-
     class Deadly(Faulty):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.seen > 4 and smp.pp_rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().forward(x)
 
-    with smp.partition(1):
-        last = Deadly("1")
-    model = smp.DistributedModel(nn.Sequential(Faulty("0"), last))
+    model = pair(Deadly)
     train(model, torch.ones(8, 4), "")
     with pytest.raises(SMPPeerError) as caught:
         train(model, torch.ones(8, 4), "")
@@ -281,11 +270,8 @@ def test_a_rank_that_dies_is_named() -> None:
 
 def silent(fault: str) -> str:
     """Rank 1 ends the second step only when rank 0 has stopped waiting for that."""
-    smp.init({"partitions": 2, **MANUAL})
-    with smp.partition(1):
-        last = Faulty("1")
-    model = smp.DistributedModel(nn.Sequential(Faulty("0"), last))
-    x = torch.arange(4.0).repeat_interleave(2).unsqueeze(1).expand(8, 4)
+    model = pair(Faulty)
+    x = numbered()
     train(model, x, "")
     executor = model.runtime.executor
     if smp.pp_rank() == 0:
@@ -326,10 +312,7 @@ def test_a_rank_that_does_not_end_its_step_is_lost(fault: str) -> None:
 
 def fails_while_gathering(failing: tuple[int, ...], backend: str) -> str:
     """The model's own code fails in `state_dict`, on some ranks."""
-    smp.init({"partitions": 2, **MANUAL, "ddp_dist_backend": backend})
-    with smp.partition(1):
-        last = nn.Linear(4, 4)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    model = pair(ddp_dist_backend=backend)
     train(model, torch.ones(8, 4), "")
 
     def fail(*_: Any) -> None:

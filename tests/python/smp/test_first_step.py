@@ -8,37 +8,28 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from on_ranks import on_ranks
 from ranks import check_ranks
-from smp.failing_models import MANUAL, Faulty, train
+from smp.failing_models import MANUAL, Faulty, called_by_some, numbered, pair, train
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.core.errors import (
-    SMPMicrobatchError,
-    SMPPeerError,
-    SMPUsageError,
-)
+from smddp.modelparallel.core.errors import SMPMicrobatchError, SMPPeerError, SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 
 
-def pinning_in_vain() -> None:
+@on_ranks("2")
+def test_partitions_asked_for_in_vain() -> None:
     smp.init({"partitions": 2, "ddp": True})
     with pytest.warns(UserWarning, match="no effect while auto_partition is on"), smp.partition(0):
         nn.Linear(1, 1)
 
 
-def test_partitions_asked_for_in_vain() -> None:
-    check_ranks(pinning_in_vain, "2")
-
-
 def failing_at_first() -> tuple[str, list[int], float]:
     """The first step fails on rank 0 before rank 1 has got the partition."""
-    smp.init({"partitions": 2, **MANUAL})
-    first = Faulty("0")
-    with smp.partition(1):
-        last = Faulty("1")
-    model = smp.DistributedModel(nn.Sequential(first, last))
+    model = pair(Faulty)
+    first = model.get_module()[0]
     placed: list[int] = []
     model.register_post_partition_hook(lambda m, o: placed.append(len(list(m.local_parameters()))))
     executor, store = model.runtime.executor, dist.distributed_c10d._get_default_store()
@@ -73,7 +64,7 @@ def replica_fails_at_first(where: str, dp: int) -> list[tuple[str, bool]]:
     parts = [Faulty("0"), Faulty("1")]
     model = smp.DistributedModel(nn.Sequential(*parts))
     smp.set_partition(parts[1], 1)
-    x = torch.arange(4.0).repeat_interleave(2).unsqueeze(1).expand(8, 4)
+    x = numbered()
     faulty = smp.dp_rank() == dp
     seen: list[tuple[str, bool]] = []
 
@@ -118,12 +109,6 @@ def broken_body(model: Any, x: torch.Tensor, fails: bool) -> Any:
     if fails:
         raise KeyError("in the body")
     model.backward(model(x).sum())
-
-
-@smp.step
-def called_by_some(model: Any, x: torch.Tensor, calls: bool) -> Any:
-    if calls:
-        model.backward(model(x).sum())
 
 
 def named(rank: int, replica: int) -> str:
@@ -175,10 +160,7 @@ def test_replicas_that_do_not_all_call_the_model_in_the_first_step(dp: int) -> N
 
 def nothing_to_call() -> float:
     """Steps that do not call the model yet, and a failure in one of them."""
-    smp.init({"partitions": 2, **MANUAL})
-    with smp.partition(1):
-        last = Faulty("1")
-    model = smp.DistributedModel(nn.Sequential(Faulty("0"), last))
+    model = pair(Faulty)
     x = torch.ones(8, 4)
     called_by_some(model, x, False)
     with torch.no_grad():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from ranks import check_ranks
 from smp.test_tensor import MICROBATCHES, STEPS, WIDTH, WORDS, Model, batch_of, loss_of, ordinary
 from smp.zoo import device
@@ -264,7 +265,9 @@ class Inherited(Normed):
     """Adds nothing."""
 
 
-def dtypes(degree: int) -> None:
+@pytest.mark.parametrize("degree", [2, 1])
+@on_ranks("2")
+def test_divided_modules_are_made_in_half_precision(degree: int) -> None:
     smp.init({"ddp": True, "tensor_parallel_degree": degree, "fp16_params": True})
     half, single = torch.float16, torch.float32
     for kind in (Normed, Inherited):
@@ -287,8 +290,3 @@ def dtypes(degree: int) -> None:
     found = [p.dtype for p in model.parameters()]
     assert found == [half, half, single, single]
     assert list(model.distributed_modules()) == [module[0]]
-
-
-@pytest.mark.parametrize("degree", [2, 1])
-def test_divided_modules_are_made_in_half_precision(degree: int) -> None:
-    check_ranks(dtypes, "2", degree)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import check_ranks
+from smp.common import close, shards, squares
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
@@ -15,12 +16,7 @@ pytestmark = pytest.mark.multiprocess
 
 STEPS, MICROBATCHES = 5, 2
 ONE_REPLICA: dict[str, Any] = {"partitions": 2}
-SHARDED: dict[str, Any] = {
-    "ddp": True,
-    "sharded_data_parallel_degree": 2,
-    "sdp_param_persistence_threshold": 10,
-    "sdp_gradient_clipping": 1e9,
-}
+SHARDED = {"ddp": True, **shards(2, 10)}
 
 
 def layers() -> nn.Sequential:
@@ -41,11 +37,6 @@ def freeze(net: nn.Module, step: int) -> None:
 def batch(step: int, replica: int) -> Tensor:
     """Returns the examples of a replica."""
     return torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + replica))
-
-
-@smp.step
-def squares(model: Any, x: Tensor) -> None:
-    model.backward(model(x).square().mean())
 
 
 def divided(config: dict[str, Any], in_steps: bool) -> dict[str, Tensor]:
@@ -97,7 +88,5 @@ def test_unfrozen_parameters_learn(
 ) -> None:
     expected = whole(1 if config is ONE_REPLICA else 2)
     for found in check_ranks(divided, "2", config, in_steps):
-        for name, value in found.items():
-            torch.testing.assert_close(
-                value.float(), expected[name], rtol=tolerance, atol=tolerance, msg=name
-            )
+        values = {name: value.float() for name, value in found.items()}
+        close(values, dict(expected), tolerance=tolerance)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import check_ranks
+from on_ranks import on_ranks
 from smp import transformer_reference as reference
 from smp.zoo import device
 from torch import Tensor, nn
@@ -50,7 +50,10 @@ def by_hand(ids: Tensor, count: int, end: int | None) -> Tensor:
     return nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=PAD)
 
 
-def job(config: dict[str, Any]) -> None:
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("config", [{}, {"deterministic_server": True}], ids=["", "one order"])
+@on_ranks("4")
+def test_texts_are_those_of_one_process(config: dict[str, Any]) -> None:
     smp.init({"partitions": 2, "microbatches": 2, "ddp": True, **config})
     ids = prompts(smp.dp_rank())
     model = smp.DistributedModel(Counts())
@@ -75,12 +78,6 @@ def job(config: dict[str, Any]) -> None:
     ):
         with pytest.raises(SMPUsageError, match=text):
             smp.generate(model, **{"input_ids": ids, "max_new_tokens": 1, **given})
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("config", [{}, {"deterministic_server": True}], ids=["", "one order"])
-def test_texts_are_those_of_one_process(config: dict[str, Any]) -> None:
-    check_ranks(job, "4", config)
 
 
 HEAD: dict[str, Any] = {
@@ -119,7 +116,14 @@ def written(model: Any, ids: Tensor, mask: Tensor, count: int) -> list[list[int]
     return texts
 
 
-def own_heads(config: dict[str, Any]) -> None:
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [("2", {}), ("2", {"prescaled_batch": True}), ("4", {"partitions": 2})],
+    ids=["batch of each rank", "one batch", "2 partitions"],
+)
+@on_ranks("{ranks}", timeout=120)
+def test_the_language_model_of_smp_writes(ranks: str, config: dict[str, Any]) -> None:
     for options in HEADS:
         smp.init({"ddp": True, "microbatches": 2, "tensor_parallel_degree": 2, **config})
         torch.manual_seed(1)
@@ -139,22 +143,18 @@ def own_heads(config: dict[str, Any]) -> None:
         smp.shutdown()
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("ranks", "config"),
-    [("2", {}), ("2", {"prescaled_batch": True}), ("4", {"partitions": 2})],
-    ids=["batch of each rank", "one batch", "2 partitions"],
-)
-def test_the_language_model_of_smp_writes(ranks: str, config: dict[str, Any]) -> None:
-    check_ranks(own_heads, ranks, config, timeout=120)
-
-
 class Pair(nn.Linear):
     def forward(self, input_ids: Tensor) -> Any:
         return (input_ids, input_ids)
 
 
-def no_logits() -> None:
+def head(**options: Any) -> nn.Module:
+    return smp.nn.DistributedTransformerLMHead(**{**HEAD, **options})
+
+
+@pytest.mark.multiprocess
+@on_ranks("2")
+def test_models_that_cannot_write() -> None:
     for make, text in (
         (lambda: head(add_lm_head=False), "made with add_lm_head=True and a causal_mask_size"),
         (lambda: head(causal_mask_size=None), "made with add_lm_head=True and a causal_mask_size"),
@@ -167,12 +167,3 @@ def no_logits() -> None:
         del model
         gc.collect()
         smp.shutdown()
-
-
-def head(**options: Any) -> nn.Module:
-    return smp.nn.DistributedTransformerLMHead(**{**HEAD, **options})
-
-
-@pytest.mark.multiprocess
-def test_models_that_cannot_write() -> None:
-    check_ranks(no_logits, "2")

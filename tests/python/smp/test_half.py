@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from ranks import check_ranks
+from smp.common import shards, squares, sums
 from smp.zoo import device
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # before smp.init, as scripts do
@@ -27,11 +29,8 @@ from smddp.modelparallel.torch.optimizer.loss_scale import (
 WIDTH, MICROBATCHES, STEPS = 8, 2, 6
 # At the first scale gradients overflow fp16; the window ends within the test.
 DYNAMIC = {"init_scale": 2.0**20, "scale_window": 2, "min_scale": 2.0}
-SHARDED = {
-    "sharded_data_parallel_degree": 2,
-    "sdp_param_persistence_threshold": 1,
-    "sdp_gradient_clipping": 1e9,
-}
+DYNAMIC_SCALE = {"dynamic_loss_scale": True, **DYNAMIC}
+SHARDED = shards(2, 1)
 
 
 class Net(nn.Module):
@@ -136,7 +135,10 @@ def train_step(model: Any, optimizer: Any, words: Tensor, x: Tensor) -> Any:
     return loss
 
 
-def two_halves(first: bool) -> None:
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("first", [True, False], ids=["optimizers first", "model first"])
+@on_ranks("1")
+def test_half_precision_takes_one_optimizer(first: bool) -> None:
     """An optimizer for each part of a model in half precision."""
     smp.init({"partitions": 1, "ddp": True, "microbatches": MICROBATCHES, "fp16": True})
     net = Net()
@@ -156,12 +158,6 @@ def two_halves(first: bool) -> None:
     assert changed == ["last.weight", "last.bias"]
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("first", [True, False], ids=["optimizers first", "model first"])
-def test_half_precision_takes_one_optimizer(first: bool) -> None:
-    check_ranks(two_halves, "1", first)
-
-
 class Waves(nn.Module):
     """Has a complex parameter, which keeps its dtype in half precision."""
 
@@ -172,11 +168,6 @@ class Waves(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).float() * (self.wave * self.wave.conj()).real
-
-
-@smp.step
-def wave_step(model: Any, x: Tensor) -> None:
-    model.backward(model(x).square().mean())
 
 
 def waves(divided: bool) -> list[Any]:
@@ -190,7 +181,7 @@ def waves(divided: bool) -> list[Any]:
     found: list[Any] = []
     for spoils in (True, False):
         optimizer.zero_grad()
-        wave_step(model, batch(0, 0)[1])
+        squares(model, batch(0, 0)[1])
         if spoils:
             model.get_module().wave.grad[0] = complex(0, math.inf)
         found.append(float(optimizer.clip_master_grads(0.5)))
@@ -213,7 +204,10 @@ def test_complex_parameters_step_with_unscaled_gradients(divided: bool) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
-def added_twice(config: dict[str, Any]) -> None:
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("config", [{"fp16": True}, SHARDED])
+@on_ranks("2")
+def test_a_parameter_is_in_one_group(config: dict[str, Any]) -> None:
     smp.init({"partitions": 1, "ddp": True, "microbatches": MICROBATCHES, **config})
     net = Net()
     model = smp.DistributedModel(net)
@@ -230,12 +224,8 @@ def added_twice(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("config", [{"fp16": True}, SHARDED])
-def test_a_parameter_is_in_one_group(config: dict[str, Any]) -> None:
-    check_ranks(added_twice, "2", config)
-
-
-def state_made_at_once() -> None:
+@on_ranks("1")
+def test_state_that_is_made_at_once_is_that_of_masters() -> None:
     """Adagrad makes its state when it is created; the squares of small gradients are 0 in fp16."""
     smp.init({"partitions": 1, "ddp": True, "microbatches": MICROBATCHES, "fp16": True})
     model = smp.DistributedModel(Net())
@@ -246,11 +236,6 @@ def state_made_at_once() -> None:
     assert len(optimizer.state) == len(list(model.parameters()))
     for master, own in optimizer.state.items():
         torch.testing.assert_close(own["sum"], master.grad.square())
-
-
-@pytest.mark.multiprocess
-def test_state_that_is_made_at_once_is_that_of_masters() -> None:
-    check_ranks(state_made_at_once, "1")
 
 
 def begin(parts: int, seed: int = 0, **config: Any) -> tuple[Any, Any, Any]:
@@ -356,8 +341,7 @@ def test_fp16_is_what_a_plain_loop_computes(parts: int, replicas: int, dynamic: 
 @pytest.mark.multiprocess
 def test_a_rank_without_parameters_goes_along() -> None:
     expected, told = plainly(torch.float16, DYNAMIC["init_scale"], True, 1)
-    arguments = {"dynamic_loss_scale": True, **DYNAMIC}
-    for state, found in check_ranks(half, "2", 2, True, {"arguments": arguments, "divided": 1}):
+    for state, found in check_ranks(half, "2", 2, True, {"arguments": DYNAMIC_SCALE, "divided": 1}):
         assert found == told
         check_state(state, expected, rtol=1e-3, atol=1e-4)
 
@@ -378,8 +362,7 @@ def test_torch_clips_what_the_optimizer_uses(
 ) -> None:
     degree = config.get("sharded_data_parallel_degree", 1)
     expected, told = plainly(torch.float16, DYNAMIC["init_scale"], True, 2 // parts, degree=degree)
-    arguments = {"dynamic_loss_scale": True, **DYNAMIC}
-    given = {"arguments": arguments, **config}
+    given = {"arguments": DYNAMIC_SCALE, **config}
     for state, found in check_ranks(clipped_by_torch, "2", parts, clips, given):
         assert found == told
         check_state(state, expected, rtol=1e-3, atol=1e-4)
@@ -470,8 +453,7 @@ def test_bf16_is_the_same_without_a_scale(replicas: int, sharded: bool) -> None:
 def test_fp16_with_shards_is_what_a_plain_loop_computes() -> None:
     expected, told = plainly(torch.float16, DYNAMIC["init_scale"], True, 4, degree=2)
     assert any(overflow for overflow, *_ in told)
-    arguments = {"dynamic_loss_scale": True, **DYNAMIC}
-    for state, found in check_ranks(half, "4", 1, True, {"arguments": arguments, **SHARDED}):
+    for state, found in check_ranks(half, "4", 1, True, {"arguments": DYNAMIC_SCALE, **SHARDED}):
         assert found == told
         check_state(state, expected, rtol=1e-3, atol=1e-4)
 
@@ -485,7 +467,11 @@ def updating_step(model: Any, optimizer: Any, words: Tensor, x: Tensor, update: 
         optimizer.backward(loss, update_master_grads=False)
 
 
-def updating(parts: int, scale: float) -> None:
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("scale", [128.0, 2.0**30])
+@on_ranks("{parts}")
+def test_backward_updates_the_masters(parts: int, scale: float) -> None:
     """Apex copies gradients to the masters in `backward`, unless the script does not want that."""
     model, optimizer, _ = begin(parts, arguments={"static_loss_scale": scale})
     overflows = scale > 1e6
@@ -517,13 +503,6 @@ def updating(parts: int, scale: float) -> None:
         words, x = batch(0, 0)
         optimizer.backward(loss_of(model(words, x), x))
         assert None not in grads()
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("scale", [128.0, 2.0**30])
-def test_backward_updates_the_masters(parts: int, scale: float) -> None:
-    check_ranks(updating, str(parts), parts, scale)
 
 
 def fp32_sums() -> tuple[int, list[Tensor]]:
@@ -560,8 +539,7 @@ def test_gradients_are_summed_in_fp32_if_asked() -> None:
 
 
 def save(parts: int, path: str) -> Any:
-    arguments = {"dynamic_loss_scale": True, **DYNAMIC}
-    model, optimizer, schedule = begin(parts, arguments=arguments)
+    model, optimizer, schedule = begin(parts, arguments=DYNAMIC_SCALE)
     train(model, optimizer, schedule, range(STEPS))
     smp.save_checkpoint(path, "half", model=model, optimizer=optimizer)
     local = copy.deepcopy((model.local_state_dict(), optimizer.local_state_dict()))
@@ -580,7 +558,7 @@ def save(parts: int, path: str) -> Any:
 
 def resume(parts: int, path: str, late: bool) -> Any:
     """Goes on from a checkpoint that is loaded before or after the partition."""
-    model, optimizer, schedule = begin(parts, 7, arguments={"dynamic_loss_scale": True, **DYNAMIC})
+    model, optimizer, schedule = begin(parts, 7, arguments=DYNAMIC_SCALE)
     if late:
         train(model, optimizer, schedule, range(1))
     smp.resume_from_checkpoint(path, "half")
@@ -630,7 +608,9 @@ def test_masters_follow_weights_that_are_loaded() -> None:
             assert torch.equal(found, expected), name
 
 
-def later_group() -> None:
+@pytest.mark.multiprocess
+@on_ranks("1")
+def test_groups_may_be_added() -> None:
     """Parameters that the optimizer gets later have masters, too."""
     smp.init({"fp16": True})
     torch.manual_seed(0)
@@ -646,11 +626,6 @@ def later_group() -> None:
     assert [len(group) for group in optimizer.fp32_from_fp16_groups] == [2, 1]
     torch.testing.assert_close(optimizer.fp32_from_fp16_groups[1][0], expected)
     assert torch.equal(net[1].weight, expected.half())
-
-
-@pytest.mark.multiprocess
-def test_groups_may_be_added() -> None:
-    check_ranks(later_group, "1")
 
 
 def scales(scaler: LossScaler, overflows: str) -> list[float]:
@@ -721,15 +696,11 @@ def averages_large_gradients(config: dict[str, Any], use: str) -> list[float]:
     smp.init({"ddp": True, **config})
     model = smp.DistributedModel(nn.Linear(8, 1, bias=False).half())
 
-    @smp.step
-    def step(model: Any, x: torch.Tensor) -> None:
-        model.backward(model(x).sum())
-
     x = torch.full((1, 8), LARGE, dtype=torch.float16)
     for _ in range(3):  # from the second step on, sharded gradients are reduced ahead
         model.zero_grad(set_to_none=True)
         if use == "step":
-            step(model, x)
+            sums(model, x)
         else:
             model(x).sum().backward()
     return [float(p.grad.float().max()) for p in model.local_parameters()]

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import arrive, await_ranks, rotating_or_all, run_ranks
+from smp.common import BY_HAND
 from torch import nn
 
 import smddp  # noqa: F401  registers the backend
@@ -158,11 +159,8 @@ def losing(layout: str, lost: int, dies: bool, where: float, delay: float) -> li
     partitions, more = LAYOUTS[layout]
     # So that smp.init, which waits for ranks that start, has the same limit as the steps.
     dist.init_process_group("smddp", timeout=timedelta(seconds=TIMEOUT))
-    smp.init(
-        {"partitions": partitions, "auto_partition": False, "default_partition": 0}
-        | more
-        | {"ddp": True, "microbatches": 2, "pipeline": "interleaved"}
-    )
+    config = {"ddp": True, "microbatches": 2, "pipeline": "interleaved"}
+    smp.init({**BY_HAND, "partitions": partitions, **more, **config})
     signal.signal(signal.SIGINT, Fate.interrupt)
     torch.manual_seed(0)
     model = smp.DistributedModel(Net("tensor_parallel_degree" in more))

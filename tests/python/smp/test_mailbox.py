@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from ranks import arrive, await_ranks, check_ranks, rotating
 
 import smdistributed.modelparallel.torch as smp
@@ -283,7 +284,8 @@ def test_over_other_backends_few_sends_are_pending() -> None:
     assert group.pending == 0
 
 
-def interrupted() -> None:
+@on_ranks("2")
+def test_a_wait_can_be_interrupted() -> None:
     mailbox = new_mailbox()
     mailbox.open()
     # An interrupt before a wait ends the next wait; one during a wait ends that.
@@ -300,7 +302,3 @@ def interrupted() -> None:
     assert last
     with pytest.raises(RuntimeError, match="lives on another rank"):
         mailbox.send(1 - dist.get_rank(), b"", [torch.empty(1, device="meta")], False)
-
-
-def test_a_wait_can_be_interrupted() -> None:
-    check_ranks(interrupted, "2")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from ranks import check_ranks
-from smp.census import Census
+from smp.census import Census, counting_tasks
+from smp.common import BY_HAND, sums
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -32,7 +33,6 @@ class Counter:
         self._lock = threading.Lock()
 
     def count(self, change: int) -> None:
-        """Counts one more, or one less."""
         with self._lock:
             self.kept += change
             self.most = max(self.most, self.kept)
@@ -56,7 +56,6 @@ class Keep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """Passes the gradient on."""
         return gradient
 
 
@@ -68,31 +67,14 @@ class Stage(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiplies, and keeps an activation."""
         result: torch.Tensor = Keep.apply(x * self.weight)
         return result
 
 
-@smp.step
-def train(model: Any, x: torch.Tensor) -> Any:
-    """The step."""
-    loss = model(x).sum()
-    model.backward(loss)
-    return loss
-
-
 def kept_activations(partitions: int, pipeline: str, active: int) -> list[int]:
     """Returns per step the largest number of activations on this rank, and how many are left."""
-    smp.init(
-        {
-            "partitions": partitions,
-            "microbatches": MICROBATCHES,
-            "pipeline": pipeline,
-            "active_microbatches": active,
-            "auto_partition": False,
-            "default_partition": 0,
-        }
-    )
+    options = {"pipeline": pipeline, "active_microbatches": active}
+    smp.init({**BY_HAND, "partitions": partitions, "microbatches": MICROBATCHES, **options})
     stages = []
     for index in range(partitions):
         with smp.partition(index):
@@ -101,7 +83,7 @@ def kept_activations(partitions: int, pipeline: str, active: int) -> list[int]:
     seen = []
     for _ in range(3):
         counter().most = 0
-        train(model, torch.ones(MICROBATCHES, 4))
+        sums(model, torch.ones(MICROBATCHES, 4))
         seen.append(counter().most)
     return [*seen, counter().kept]
 
@@ -127,26 +109,23 @@ def test_without_that_limit_they_are_all_kept() -> None:
 
 def waiting_gradients() -> list[tuple[int, int]]:
     """Returns the microbatches whose gradients come, and whose turn it is, in a later step."""
-    smp.init(
-        {"partitions": 2, "microbatches": 4, "pipeline": "simple"}
-        | {"auto_partition": False, "default_partition": 0}
-    )
+    smp.init({**BY_HAND, "partitions": 2, "microbatches": 4, "pipeline": "simple"})
     stages = []
     for index in range(2):
         with smp.partition(index):
             stages.append(Stage())
     model = smp.DistributedModel(nn.Sequential(*stages))
-    sums = model.runtime._sum
-    add, found = sums.add, []
+    account = model.runtime._sum
+    add, found = account.add, []
 
     def note(parameter: Any, microbatch: int, *rest: Any) -> None:
-        found.append((microbatch, sums._account(parameter).turn))
+        found.append((microbatch, account._account(parameter).turn))
         add(parameter, microbatch, *rest)
 
     for _ in range(2):
-        train(model, torch.ones(MICROBATCHES, 4))
-    sums.add = note
-    train(model, torch.ones(MICROBATCHES, 4))
+        sums(model, torch.ones(MICROBATCHES, 4))
+    account.add = note
+    sums(model, torch.ones(MICROBATCHES, 4))
     return found
 
 
@@ -161,15 +140,8 @@ LAYERS, WIDTH, ROWS = 24, 32, 8
 
 def measured(active: int) -> Any:
     """Returns the peak of each step, what lives between steps, and the bytes of the parameters."""
-    smp.init(
-        {
-            "partitions": 2,
-            "microbatches": MICROBATCHES,
-            "active_microbatches": active,
-            "auto_partition": False,
-            "default_partition": 0,
-        }
-    )
+    config = {"microbatches": MICROBATCHES, "active_microbatches": active}
+    smp.init({**BY_HAND, "partitions": 2, **config})
     parts = []
     for index in range(2):
         with smp.partition(index):
@@ -184,30 +156,17 @@ def measured(active: int) -> Any:
     def train(model: Any, x: torch.Tensor) -> None:
         model.backward(model(x).square().sum())
 
-    baton = model.runtime.executor.baton
-    submit = baton.submit
-
-    def counted(task: Any) -> None:
-        function = task.function
-
-        def run() -> None:
-            with Census():
-                function()
-
-        task.function = run
-        submit(task)
-
-    baton.submit = counted
     peaks, between = [], []
     x = torch.ones(MICROBATCHES * ROWS, WIDTH)
-    for _ in range(4):
-        with Census():
-            optimizer.zero_grad()
-            Census.peak = 0
-            train(model, x)
-            peaks.append(Census.peak)
-            optimizer.step()
-        between.append(Census.live())
+    with counting_tasks(model.runtime.executor.baton):
+        for _ in range(4):
+            with Census():
+                optimizer.zero_grad()
+                Census.peak = 0
+                train(model, x)
+                peaks.append(Census.peak)
+                optimizer.step()
+            between.append(Census.live())
     parameters = sum(p.numel() * p.element_size() for p in model.local_parameters())
     given = x.nbytes if smp.pp_rank() == 0 else 0
     return peaks[1:], between[1:], parameters, given

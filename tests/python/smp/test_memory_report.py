@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,8 @@ import torch._dynamo  # takes seconds; the first optimizer would import it, in e
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import check_ranks, listen
-from smp.census import Census
+from smp.census import Census, Highest, counting_tasks, give_back_at_once, resident
+from smp.common import sums
 from smp.test_sharding_array import covering
 from smp.zoo import Block as Layer
 from smp.zoo import Residual
@@ -167,22 +166,8 @@ def cycle(model: Any, optimizer: Any, ids: Tensor) -> None:
 
 def counted(model: Any, optimizer: Any, ids: Tensor) -> dict[str, int]:
     """Returns the largest bytes of tensors in a step, and in the optimizer's; the oracle."""
-    baton = model.runtime.executor.baton
-    submit = baton.submit
-
-    def submit_counted(task: Any) -> None:
-        function = task.function
-
-        def run() -> None:
-            with Census():
-                function()
-
-        task.function = run
-        submit(task)
-
-    baton.submit = submit_counted
     found = {LATER: 0, UPDATE: 0}
-    try:
+    with counting_tasks(model.runtime.executor.baton):
         for _ in range(2):  # in the first one it meets tensors that no operation touches later
             with Census():
                 optimizer.zero_grad()
@@ -192,8 +177,6 @@ def counted(model: Any, optimizer: Any, ids: Tensor) -> dict[str, int]:
                 Census.peak = 0
                 optimizer.step()
                 found[UPDATE] = max(found[UPDATE], Census.peak)
-    finally:
-        baton.submit = submit
     return found
 
 
@@ -323,43 +306,13 @@ def test_what_is_counted_is_near_the_prediction(
             assert 0.9 * measured <= predicted <= 1.1 * measured, text
 
 
-def resident(name: str) -> int:
-    """Returns a figure of this process in bytes, such as "VmRSS"."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith(name)]
-    return int(line.split()[1]) * 1024
-
-
-class Highest(threading.Thread):
-    """Looks all the time at a figure of this process; `most` is the largest one."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(daemon=True)
-        self._name, self._over, self.most = name, threading.Event(), 0
-
-    def __enter__(self) -> Highest:
-        self.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._over.set()
-        self.join()
-
-    def run(self) -> None:
-        while not self._over.wait(0.0005):
-            self.most = max(self.most, resident(self._name))
-
-
 def process_memory(config: dict[str, Any], checkpoints: bool) -> list[tuple[int, int]]:
     """Returns for two moments what the process needs, and what tensors do.
 
     The moments are between steps, with malloc trimmed, and the peak of a step and an update, as it
     is predicted. Memory that ranks share, for messages, does not count.
     """
-    # What is freed goes back to the system, also if small tensors came to lie beside it.
-    malloc = ctypes.CDLL(None)
-    malloc.mallopt(-8, 1)  # M_ARENA_MAX
-    malloc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
+    malloc = give_back_at_once(2**16)
     model, optimizer, ids = made(config, checkpoints, width=16, layers=1)
     cycle(model, optimizer, ids)  # what torch itself needs
     smp.shutdown()
@@ -506,12 +459,8 @@ def unknown() -> tuple[str, str]:
     model = smp.DistributedModel(Unknown())
     optimizer = smp.DistributedOptimizer(Odd(model.parameters(), lr=0.1))
 
-    @smp.step
-    def step(model: Any, x: Tensor) -> None:
-        model.backward(model(x).sum())
-
     before = str(smp.memory())
-    step(model, torch.ones(2, 8))
+    sums(model, torch.ones(2, 8))
     optimizer.step()
     report = smp.memory()
     (row,) = report.ranks

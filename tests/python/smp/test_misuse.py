@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from on_ranks import on_ranks
 from ranks import check_ranks, listen
-from smp.failing_models import MANUAL, train
+from smp.common import evaluate
+from smp.failing_models import MANUAL, pair, train
 from smp.test_config import WRONG, WRONG_TOGETHER
 from torch import nn
 
@@ -33,16 +35,8 @@ from smddp.modelparallel.torch.job import meeting
 pytestmark = pytest.mark.multiprocess
 
 
-@smp.step
-def evaluate(model: Any, x: torch.Tensor) -> Any:
-    return model(x)
-
-
 def differing() -> str:
-    smp.init({"partitions": 2, **MANUAL})
-    with smp.partition(1):
-        last = nn.Linear(4, 4)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    model = pair()
     executor = model.runtime.executor
     store, take = dist.distributed_c10d._get_default_store(), executor.take
     x = torch.ones(8, 4)
@@ -96,7 +90,8 @@ def test_ranks_with_other_modules(ranks: int, different: tuple[int, ...], text: 
         assert wanted in found
 
 
-def misused() -> None:
+@on_ranks("2")
+def test_misuse_is_refused_on_all_ranks() -> None:
     layer = nn.Linear(2, 2)
     with pytest.raises(SMPInitializationError, match=r"call smp.init\(\)"):
         smp.DistributedModel(layer)
@@ -236,11 +231,8 @@ def misused() -> None:
         remote.forward(torch.ones(4))
 
 
-def test_misuse_is_refused_on_all_ranks() -> None:
-    check_ranks(misused, "2")
-
-
-def impossible() -> None:
+@on_ranks("2")
+def test_what_cannot_be_divided() -> None:
     """A parameter shared across partitions."""
     smp.init({"partitions": 2, **MANUAL})
     with smp.partition(1):
@@ -252,10 +244,6 @@ def impossible() -> None:
         train(model, torch.ones(8, 4), "")
 
 
-def test_what_cannot_be_divided() -> None:
-    check_ranks(impossible, "2")
-
-
 @smp.step
 def backward_twice(model: Any, x: torch.Tensor) -> Any:
     loss = model(x).sum()
@@ -264,18 +252,12 @@ def backward_twice(model: Any, x: torch.Tensor) -> Any:
     return loss
 
 
-def second_backward() -> None:
-    smp.init({"partitions": 2, **MANUAL})
-    with smp.partition(1):
-        last = nn.Linear(4, 4)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+@on_ranks("2")
+def test_what_a_remote_call_needs_is_there_once() -> None:
+    model = pair()
     with pytest.raises(SMPMicrobatchError, match="a second backward pass"):
         backward_twice(model, torch.ones(8, 4))
     train(model, torch.ones(8, 4), "")
-
-
-def test_what_a_remote_call_needs_is_there_once() -> None:
-    check_ranks(second_backward, "2")
 
 
 class Kept:
@@ -292,10 +274,7 @@ def keep(model: Any, x: torch.Tensor, kept: Kept) -> None:
 
 
 def kept_for_another() -> str:
-    smp.init({"partitions": 2, **MANUAL})
-    with smp.partition(1):
-        last = nn.Linear(4, 4)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    model = pair()
     with pytest.raises(SMPMicrobatchError) as error:
         keep(model, torch.ones(8, 4), Kept())
     return str(error.value)
@@ -320,11 +299,9 @@ def call_parts(model: Any, x: torch.Tensor, how: str) -> Any:
     return loss
 
 
-def never_called() -> None:
-    smp.init({"partitions": 2, **MANUAL})
-    with smp.partition(1):
-        last = nn.Linear(4, 4)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+@on_ranks("2")
+def test_gradients_before_the_first_call_of_the_model_are_refused() -> None:
+    model = pair()
     with torch.no_grad():
         call_parts(model, torch.ones(8, 4), "")
     for how in ("model.backward", "backward", "grad"):
@@ -335,10 +312,6 @@ def never_called() -> None:
     call_parts(model, torch.ones(8, 4), "model.backward")  # now it is known where they live
 
 
-def test_gradients_before_the_first_call_of_the_model_are_refused() -> None:
-    check_ranks(never_called, "2")
-
-
 @smp.step(input_split_axes={"weights": 1})
 def compare(model: Any, x: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> Any:
     loss = nn.functional.cross_entropy(model(x), target) * weights.sum()
@@ -347,10 +320,7 @@ def compare(model: Any, x: torch.Tensor, target: torch.Tensor, weights: torch.Te
 
 
 def of_different_lengths() -> str:
-    smp.init({"partitions": 2, **MANUAL})
-    with smp.partition(1):
-        last = nn.Linear(4, 4)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    model = pair()
     with pytest.raises(SMPMicrobatchError, match="batch_size") as caught:
         compare(model, torch.ones(8, 4), torch.ones(12, dtype=torch.int64), torch.ones(3, 8))
     # This may be intended, so it is only a warning, and only once.
@@ -386,10 +356,7 @@ def test_an_error_in_the_body_says_which_argument_has_which_length() -> None:
 
 
 def out_of_step() -> str:
-    smp.init({"partitions": 2, **MANUAL})
-    with smp.partition(1):
-        last = nn.Linear(4, 4)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    model = pair()
     train(model, torch.ones(8, 4), "")
     if smp.pp_rank() == 1:
         model.runtime.steps += 1  # as if this rank alone had run a step
@@ -403,23 +370,17 @@ def test_ranks_in_different_steps() -> None:
         assert "every rank has to make the same calls" in text
 
 
-def different_configurations() -> None:
+@on_ranks("2")
+def test_ranks_with_different_configurations() -> None:
     microbatches = 2 + int(os.environ["RANK"])
     with pytest.raises(SMPInitializationError, match="microbatches is 2 on rank 0, 3 on rank 1"):
         smp.init({"partitions": 2, "microbatches": microbatches})
 
 
-def test_ranks_with_different_configurations() -> None:
-    check_ranks(different_configurations, "2")
-
-
 def asked_by_one_rank(what: str) -> tuple[str, list[str]]:
     meeting._LOG_AFTER = timedelta(milliseconds=100)
     said = listen()
-    smp.init({"partitions": 2, **MANUAL})
-    with smp.partition(1):
-        last = nn.Linear(4, 4)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last))
+    model = pair()
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     train(model, torch.ones(8, 4), "")
     parts = model.local_state_dict(), optimizer.local_state_dict()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from on_ranks import on_ranks
 from ranks import check_ranks
 from smp.zoo import device
 from torch import Tensor, nn
@@ -49,7 +50,6 @@ class Net(nn.Module):
 
 @smp.step
 def train_step(model: Any, x: Tensor) -> Any:
-    """Runs one step."""
     loss = (model(x) - x).square().mean()
     model.backward(loss)
     return loss
@@ -318,13 +318,13 @@ class Fragile(torch.optim.SGD):
     broken = False
 
     def step(self, closure: Any = None) -> Any:
-        """Does a step of SGD."""
         if Fragile.broken and smp.rank() == 1:
             raise ValueError("broken")
         return super().step(closure)
 
 
-def misuse() -> None:
+@on_ranks("2")
+def test_misuse_is_refused_on_all_ranks() -> None:
     smp.init({**CONFIG, "partitions": 1, "shard_optimizer_state": True})
     net = nn.Linear(6, 6)
     model = smp.DistributedModel(net)
@@ -348,7 +348,3 @@ def misuse() -> None:
     own["_smp_optimizer_shard"] = (smp.rank(), 3)
     with pytest.raises(SMPUsageError, match=r"divided over 3 replicas, and its parts 2 were not"):
         optimizer.load_state_dict(own)
-
-
-def test_misuse_is_refused_on_all_ranks() -> None:
-    check_ranks(misuse, "2")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from on_ranks import on_ranks
 from ranks import check_ranks
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_  # before smp.init, as scripts do
@@ -33,6 +34,12 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
         p, lr=0.1, weight_decay=0.1, reg_inside_moment=True, norm_type=0, init_zero=True
     ),
 }
+
+
+def undivided() -> nn.Sequential:
+    """Returns the model of one process."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
 def layers(last: int) -> nn.Sequential:
@@ -111,8 +118,7 @@ def test_optimizers_follow_their_formulas_whole_and_divided() -> None:
         for name, state in rank.items():
             torch.testing.assert_close(state, whole[name], msg=lambda m, n=name: f"{n}: {m}")
     for name, state in whole.items():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        model = undivided()
         parameters = list(model.parameters())
         gradients: list[list[Tensor]] = []
         start = [p.detach().clone() for p in parameters]
@@ -151,8 +157,7 @@ def two_optimizers(pp: int, first: bool) -> tuple[dict[str, Tensor], list[Any]]:
 
 def saved_momenta() -> list[Any]:
     """Returns the states of the optimizers of two layers after a step with other data."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    net = undivided()
     parts = [torch.optim.SGD(net[i].parameters(), lr=0.1, momentum=0.9) for i in (0, 2)]
     (net(batch(99)).square().mean() * 20).backward()
     for part in parts:
@@ -162,8 +167,7 @@ def saved_momenta() -> list[Any]:
 
 @pytest.mark.parametrize("first", [True, False], ids=["optimizers first", "model first"])
 def test_a_model_may_have_several_optimizers(first: bool) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    net = undivided()
     parts = [torch.optim.SGD(net[i].parameters(), lr=0.1, momentum=0.9) for i in (0, 2)]
     for part, saved in zip(parts, saved_momenta(), strict=True):
         part.load_state_dict(saved)
@@ -178,7 +182,8 @@ def test_a_model_may_have_several_optimizers(first: bool) -> None:
         torch.testing.assert_close(momenta, states)
 
 
-def strangers() -> None:
+@on_ranks("2")
+def test_parameters_that_are_not_the_models_are_refused() -> None:
     """Optimizers that do not fit the model."""
     gc.freeze()  # so that collecting a model does not visit all objects of torch
     smp.init({"partitions": 2, **MANUAL})
@@ -203,10 +208,6 @@ def strangers() -> None:
     right.add_param_group({"params": other.parameters()})
     with pytest.raises(SMPUsageError, match=r"no parameter of the smp.DistributedModel"):
         right.step()
-
-
-def test_parameters_that_are_not_the_models_are_refused() -> None:
-    check_ranks(strangers, "2")
 
 
 NORMS = [0, 0.5, 1, 2.0, 3, float("inf")]
@@ -234,8 +235,7 @@ def clipped(config: dict[str, Any], by_torch: bool) -> list[tuple[float, dict[st
 
 
 def test_clipping_is_that_of_torch_with_every_norm() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = undivided()
     wanted = []
     for norm_type in NORMS:
         model.zero_grad()
@@ -272,8 +272,7 @@ def clipped_above() -> list[float]:
 
 
 def test_a_rank_may_have_nothing_to_clip() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = undivided()
     (model(batch(0)).square().mean() * 20).backward()
     right = float(torch.nn.utils.get_total_norm([p.grad for p in model[2].parameters()]))
     wanted = [pytest.approx(right, rel=1e-5), pytest.approx(0.25, rel=1e-4)]
@@ -403,7 +402,6 @@ class Sums(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Does one step."""
         used = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if self.numbers:
             size = 0.0
@@ -424,7 +422,6 @@ class Ratios(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Does one step."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

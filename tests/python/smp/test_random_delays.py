@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import check_ranks
+from smp.common import BY_HAND, shards
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
@@ -135,19 +136,8 @@ def delayed_steps(name: str, schedules: range) -> tuple[list[int], float, int, i
     ):
         delays.before(owner, function)
     delays.hold_messages_back()
-    smp.init(
-        {
-            "ddp": True,
-            "microbatches": MICROBATCHES,
-            "auto_partition": False,
-            "default_partition": 0,
-            "sharded_data_parallel_degree": 2,
-            "sdp_param_persistence_threshold": 20,
-            "sdp_reduce_bucket_size": 100,
-            "sdp_gradient_clipping": 1e9,
-            **config,
-        }
-    )
+    sharding = {**shards(2, 20), "sdp_reduce_bucket_size": 100}
+    smp.init({**BY_HAND, "ddp": True, "microbatches": MICROBATCHES, **sharding, **config})
     torch.manual_seed(0)
     model = smp.DistributedModel(Model(config["partitions"]))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))

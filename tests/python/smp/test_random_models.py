@@ -23,6 +23,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from ranks import check_ranks, rotating
+from smp.common import Adjoint, squares
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -84,28 +85,6 @@ class Meter(nn.Module):
         # The order of microbatches does not matter, nor does a checkpoint that computes it again.
         self.largest.copy_(torch.maximum(self.largest, x.detach().amax()))
         return x
-
-
-class Adjoint(torch.autograd.Function):
-    """Calls a module again in its backward pass, and returns gradients of its parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, f: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
-        with torch.no_grad():
-            y = f(x)
-        ctx.f = f
-        ctx.save_for_backward(x, *parameters)
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, *parameters = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            y = ctx.f(x)
-        needed = [p for p in parameters if p.requires_grad]
-        found = torch.autograd.grad(y, (x, *needed), gradient, allow_unused=True)
-        return None, *found
 
 
 class Node(nn.Module):
@@ -312,13 +291,6 @@ def make(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), body, nn.Linear(WIDTH, 2))
 
 
-@smp.step
-def train(model: Any, x: Tensor) -> Any:
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
-
 def whole_gradient(model: Any, parameter: Tensor) -> Tensor | None:
     """Returns a gradient; all tensor-parallel ranks call it, and get that of a whole weight."""
     gradient = parameter.grad
@@ -366,7 +338,7 @@ def trained(seeds: list[int], layout: tuple[Any, ...], degree: int = 1) -> dict[
             generator = torch.Generator().manual_seed(100 * seed + step)
             x = torch.randn(2 * microbatches, WIDTH, generator=generator)
             torch.manual_seed(step)
-            losses = [float(loss) for loss in train(model, x).outputs]
+            losses = [float(loss) for loss in squares(model, x).outputs]
             grads = {name: whole_gradient(model, p) for name, p in model.local_named_parameters()}
             buffers = {name: buffer.clone() for name, buffer in model.local_named_buffers()}
             results[seed].append((losses, grads, buffers))
@@ -439,11 +411,9 @@ def test_random_models_divided_at_random(
                     found: dict[str, Any] = {}
                     for rank in ranks:
                         found.update(rank[seed][step][kind])
-                    assert found.keys() == expected.keys(), where
-                    for name, tensor in expected.items():
-                        message = f"{where}: {name}"
-                        assert (found[name] is None) == (tensor is None), message
-                        if tensor is not None:
-                            torch.testing.assert_close(
-                                found[name], tensor, rtol=1e-4, atol=1e-6, msg=message
-                            )
+                    torch.testing.assert_close(
+                        *(found, expected),
+                        rtol=1e-4,
+                        atol=1e-6,
+                        msg=lambda text, where=where: f"{where}: {text}",
+                    )

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from ranks import check_ranks
+from smp.common import squares, sums
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -18,7 +20,8 @@ from smddp.modelparallel.core.errors import SMPMicrobatchError, SMPPartitionErro
 pytestmark = pytest.mark.multiprocess
 
 
-def models() -> None:
+@on_ranks("2")
+def test_models_that_cannot_be_divided() -> None:
     smp.init({"partitions": 2, "auto_partition": False, "default_partition": 0, "ddp": True})
     plain = nn.Linear(2, 2)
     with torch.device("meta"):
@@ -44,10 +47,6 @@ def models() -> None:
     model = smp.DistributedModel(nn.Sequential(plain, lazy))
     with pytest.raises(SMPUsageError, match="do not use DistributedDataParallel"):
         nn.parallel.DistributedDataParallel(model)
-
-
-def test_models_that_cannot_be_divided() -> None:
-    check_ranks(models, "2")
 
 
 class Talkative(nn.Module):
@@ -158,7 +157,6 @@ class Modes(nn.Module):
         self.sets_inner = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns a matrix of the shape of `x`."""
         self.norm.eval()
         if self.sets_inner and self.inner is not None:
             self.inner.eval()
@@ -216,13 +214,9 @@ def changed(parts: int, what: str) -> str:
     smp.init({"partitions": parts, "microbatches": 2})
     model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
 
-    @smp.step
-    def train(model: Any, x: torch.Tensor) -> None:
-        model.backward(model(x).sum())
-
     net = model.get_module()
     if "late" in what:
-        train(model, torch.ones(2, 2))
+        sums(model, torch.ones(2, 2))
     if "module" in what:
         net[1] = nn.Linear(2, 2)
     else:
@@ -230,7 +224,7 @@ def changed(parts: int, what: str) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     wraps = "optimizer" in what
     with pytest.raises(SMPUsageError if wraps else SMPMicrobatchError) as caught:
-        smp.DistributedOptimizer(optimizer) if wraps else train(model, torch.ones(2, 2))
+        smp.DistributedOptimizer(optimizer) if wraps else sums(model, torch.ones(2, 2))
     return str(caught.value)
 
 
@@ -333,7 +327,8 @@ def test_what_is_refused_in_a_step(parts: int, ranks: int, config: dict[str, Any
         assert worked == (allowed if ranks == 1 else [])
 
 
-def unseen() -> None:
+@on_ranks("2")
+def test_changes_in_a_step_that_other_ranks_do_not_see_are_refused() -> None:
     smp.init({"partitions": 2, "auto_partition": False, "default_partition": 0})
     first = nn.Linear(2, 2)
     with smp.partition(1):
@@ -388,10 +383,6 @@ def unseen() -> None:
         assert len(called) == 2
 
 
-def test_changes_in_a_step_that_other_ranks_do_not_see_are_refused() -> None:
-    check_ranks(unseen, "2")
-
-
 class OneMemory(nn.Module):
     """Two parameters share their memory, as old scripts tie weights."""
 
@@ -415,13 +406,9 @@ def tied_by_memory(parts: int, delayed: bool, config: dict[str, Any]) -> Any:
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
-    @smp.step
-    def train(model: Any, x: torch.Tensor) -> None:
-        model.backward(model(x).square().mean())
-
     for step in range(3):
         optimizer.zero_grad()
-        train(model, torch.linspace(-1, step, 16).view(4, 4))
+        squares(model, torch.linspace(-1, step, 16).view(4, 4))
         optimizer.step()
     return dict(model.state_dict())
 
@@ -448,8 +435,7 @@ def test_parameters_of_one_memory_stay_together(
         optimizer.step()
     ranks = "2" if parts == 2 or config else "1"
     for found in check_ranks(tied_by_memory, ranks, parts, delayed, config):
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(found[name], value, msg=name)
+        torch.testing.assert_close(found, dict(model.state_dict()))
 
 
 def torn_apart(config: dict[str, Any]) -> str:

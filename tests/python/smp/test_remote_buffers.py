@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import check_ranks
+from smp.common import copies, squares
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -36,7 +37,6 @@ class Stats(nn.Module):
         self.register_buffer("seen", torch.zeros(0), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Counts, averages, and remembers."""
         x = self.norm(self.linear(x))
         with torch.no_grad():
             self.count.add_(1)
@@ -81,7 +81,6 @@ class Net(nn.Module):
         self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Reads between the calls of its parts."""
         before = self.stats.count.clone()
         x = self.stats(torch.tanh(self.first(x)))
         x = x * (self.stats.count - before)
@@ -214,7 +213,6 @@ class Changer(nn.Module):
         self.others = [stats]
 
     def forward(self, x: Tensor, how: str, buffer: Tensor | None = None) -> Tensor:
-        """Does so."""
         if buffer is not None:
             buffer.add_(1)
         else:
@@ -254,7 +252,6 @@ class WithChanger(nn.Module):
             self.changer = Changer(self.stats)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Runs the statistics."""
         return self.stats(self.changer.linear(x))
 
 
@@ -404,7 +401,6 @@ class Second(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Uses all of them."""
         return self.linear(x) * self.shared + self.part.sum() + x @ self.weight
 
 
@@ -415,31 +411,20 @@ def shared(pp: int) -> Any:
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
-    @smp.step
-    def train(model: Any, x: Tensor) -> Any:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
     losses = []
     for _ in range(3):
         optimizer.zero_grad()
-        losses.append(train(model, torch.ones(16, WIDTH)).stack())
+        losses.append(squares(model, torch.ones(16, WIDTH)).stack())
         optimizer.step()
-    before = state(model)
+    before = copies(model)
     model.load_state_dict({name: value + 1 for name, value in before.items()})
-    return losses, before, state(model)
+    return losses, before, copies(model)
 
 
 def test_shared_buffers_have_one_home() -> None:
     (expected,) = check_ranks(shared, "1", 1)
     for rank in check_ranks(shared, "2", 2):
         torch.testing.assert_close(rank, expected)
-
-
-def state(model: Any) -> dict[str, Tensor]:
-    """Returns copies of all entries."""
-    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def kept(pp: int) -> Any:
@@ -464,7 +449,7 @@ def kept(pp: int) -> Any:
         early.update_parameters(module)
         in_sync.update_parameters(module)
         if number == 0:
-            found["first"] = state(model)
+            found["first"] = copies(model)
     owned = [name for name, _ in model.local_named_buffers()]
     for kind, average in {"early": early, "in sync": in_sync}.items():
         named = average.module.named_buffers()
@@ -474,10 +459,10 @@ def kept(pp: int) -> Any:
         with pytest.raises(SMPUsageError, match=r"copy of buffer 'stats.count', which lives on"):
             whole.stats.count.item()
     model.load_state_dict(found["first"])
-    found["loaded"] = state(model)
+    found["loaded"] = copies(model)
     found["after"] = [value.stack() for value in train(model, x)]
     model.double()
-    found["double"] = state(model)
+    found["double"] = copies(model)
     found["double step"] = [value.stack() for value in train(model, x.double())]
     model.cpu()
     named = module.named_buffers(remove_duplicate=False)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from ranks import check_ranks
+from smp.common import copies
 from torch import Tensor, nn
 from torch.func import functional_call  # before smp.init, as scripts do
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -29,7 +31,6 @@ class Scaled(nn.Module):
         self.bias = nn.Parameter(torch.zeros(6))
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Projects with that weight."""
         return F.linear(x, weight, self.bias)
 
 
@@ -47,7 +48,6 @@ class Tied(nn.Module):
             self.head = Scaled()
 
     def forward(self, words: Tensor) -> Tensor:
-        """Returns logits."""
         x = torch.tanh(self.body(self.words(words)))
         x = x + torch.zeros(4, dtype=self.words.weight.dtype, device=self.words.weight.device)
         x = self.rnn(self.frozen(x))[0]
@@ -64,7 +64,6 @@ class Net(nn.Module):
             self.last = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Runs both."""
         return self.last(self.first(x))
 
 
@@ -91,19 +90,19 @@ def trained(pp: int) -> Any:
         loss, norms = train(model, words)
         losses.append([*loss.stack().tolist(), *norms.reduce_mean().tolist()])
         optimizer.step()
-    return losses, {name: value.tolist() for name, value in model.state_dict().items()}
+    return torch.tensor(losses), copies(model)
 
 
 def test_they_are_read_in_a_step_and_get_gradients() -> None:
     (expected,) = check_ranks(trained, "1", 1)
     for pp in (2, 3):
-        for losses, state in check_ranks(trained, str(pp), pp):
-            torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[0]))
-            for name, value in state.items():
-                torch.testing.assert_close(torch.tensor(value), torch.tensor(expected[1][name]))
+        for found in check_ranks(trained, str(pp), pp):
+            torch.testing.assert_close(found, expected)
 
 
-def refused() -> None:
+@pytest.mark.costly
+@on_ranks("2")
+def test_outside_a_step_an_error_names_them() -> None:
     smp.init({"partitions": 2, **MANUAL})
     module = Net(2)
     model = smp.DistributedModel(module)
@@ -195,11 +194,6 @@ def refused() -> None:
     train(model, torch.ones(4, 4))
 
 
-@pytest.mark.costly
-def test_outside_a_step_an_error_names_them() -> None:
-    check_ranks(refused, "2")
-
-
 def used_too_early() -> str:
     smp.init({"partitions": 2, **MANUAL})
     module = Net(2)
@@ -277,15 +271,11 @@ def copied(pp: int) -> Any:
                     module.parameters(), average.module.parameters(), strict=True
                 ):
                     mine.copy_(averaged)
-            found[when, kind] = {name: v.tolist() for name, v in model.state_dict().items()}
+            found[when, kind] = copies(model)
     return found
 
 
 def test_copies_and_averages_have_on_each_rank_what_lives_there() -> None:
     (expected,) = check_ranks(copied, "1", 1)
     for rank in check_ranks(copied, "2", 2):
-        for key, state in rank.items():
-            for name, value in state.items():
-                torch.testing.assert_close(
-                    torch.tensor(value), torch.tensor(expected[key][name]), msg=f"{key} {name}"
-                )
+        torch.testing.assert_close(rank, expected)

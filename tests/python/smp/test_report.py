@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from ranks import check_ranks, listen
+from smp.common import squares
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -22,13 +23,6 @@ from smddp.modelparallel.torch.partition.placement import Decision
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@smp.step
-def train(model: Any, x: torch.Tensor) -> Any:
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
-
 def told(config: dict[str, Any]) -> tuple[str, str, str]:
     """Returns the partition in the log, the table of `explain`, and the whole log."""
     said = listen()
@@ -37,7 +31,7 @@ def told(config: dict[str, Any]) -> tuple[str, str, str]:
     layers = [nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 8), nn.Linear(8, 8)]
     model = smp.DistributedModel(nn.Sequential(*layers))
     smp.set_partition(layers[0], 1)
-    train(model, torch.ones(4, 4))
+    squares(model, torch.ones(4, 4))
     (assigned,) = [text for text in said if "Partition assignments" in text] or [""]
     return assigned, smp.explain(), "\n".join(said)
 
@@ -143,7 +137,7 @@ def timelines(pp: int, folder: str) -> None:
     refused()
     assert not any(Path(folder).iterdir())
     smp.barrier()
-    train(model, torch.ones(4, 4))
+    squares(model, torch.ones(4, 4))
     for name in names:
         smp.timeline(name)
 

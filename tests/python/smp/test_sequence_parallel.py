@@ -14,6 +14,7 @@ import pytest
 import torch
 from ranks import check_ranks
 from smp import transformer_reference as reference
+from smp.common import close
 from smp.test_tensor import SHARDED
 from smp.zoo import device
 from torch import Tensor, nn
@@ -121,12 +122,8 @@ def trained(
 
 
 def check_same(result: dict[str, Any], losses: Any, norms: Any, state: Any) -> None:
-    for found, wanted in (
-        (result["losses"], losses),
-        (result["norms"], norms),
-        (result["state"], state),
-    ):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    found = result["losses"], result["norms"], result["state"]
+    close(found, (losses, norms, state), tolerance=1e-5)
 
 
 TWO, FOUR = {"tensor_parallel_degree": 2}, {"tensor_parallel_degree": 4}

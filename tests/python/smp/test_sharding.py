@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import (
-    check_ranks,
-    rotating_or_all,
-)
+from ranks import check_ranks, rotating_or_all
 from smp import test_random_models
-from smp.sharded_models import THRESHOLD, Fails, check_state, failing, squares
+from smp.common import check_state, shards, squares
+from smp.sharded_models import THRESHOLD, Fails, failing
 from smp.zoo import ZOO, arguments, batch_of, device, make, train_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -146,7 +144,7 @@ def test_sharded_models_learn_the_same(ranks: str, degree: int, more: dict[str, 
             found_losses, found_state, found_norms, shards = result[name]
             where = f"{name} on rank {rank}"
             assert shards or partitions > 1, where
-            check_state(found_state, state, False, rank < partitions, where)
+            check_state(found_state, state, 1e-6, rank < partitions, where)
             assert found_norms == pytest.approx(norms, rel=1e-5), where
             if rank == 0:
                 assert found_losses == pytest.approx(losses, rel=1e-6, abs=1e-6), where
@@ -167,7 +165,7 @@ def test_two_ranks_give_the_bits_of_whole_replicas(dtype: str) -> None:
         for name in names:
             assert mine[name][3] > theirs[name][3] == 0
             assert mine[name][0] == theirs[name][0], name
-            check_state(mine[name][1], theirs[name][1], True, True, f"{name} on rank {rank}")
+            check_state(mine[name][1], theirs[name][1], 0.0, True, f"{name} on rank {rank}")
 
 
 def test_gradients_of_several_steps_are_added() -> None:
@@ -178,7 +176,7 @@ def test_gradients_of_several_steps_are_added() -> None:
         losses, state, norms = whole(name, 4, 1.0, 2)
         for rank, result in enumerate(found):
             found_losses, found_state, found_norms, _ = result[name]
-            check_state(found_state, state, False, rank == 0, f"{name} on rank {rank}")
+            check_state(found_state, state, 1e-6, rank == 0, f"{name} on rank {rank}")
             assert found_norms == pytest.approx(norms, rel=1e-5)
             if rank == 0:
                 assert found_losses == pytest.approx(losses, abs=1e-6)
@@ -206,7 +204,7 @@ def random_models(seeds: list[int], degree: int, partitions: int = 1) -> dict[in
             generator = torch.Generator().manual_seed(100 * seed + step)
             x = torch.randn(8, test_random_models.WIDTH, generator=generator)
             torch.manual_seed(step)
-            losses = [float(loss) for loss in test_random_models.train(model, x).outputs]
+            losses = [float(loss) for loss in squares(model, x).outputs]
             grads = {}
             for name, parameter in model.local_named_parameters():
                 whole_gradient = parameter.grad
@@ -247,17 +245,12 @@ def test_models_made_at_random(partitions: int) -> None:
                 where = f"seed {seed}, step {step}, replica {replica}"
                 assert found[seed][step][0] == pytest.approx(losses, abs=1e-6), where
                 for mine, theirs in zip(found[seed][step][1:3], tensors, strict=True):
-                    assert mine.keys() == theirs.keys()
-                    for name, tensor in theirs.items():
-                        assert (mine[name] is None) == (tensor is None), f"{where}: {name}"
-                        if tensor is not None:
-                            torch.testing.assert_close(
-                                mine[name],
-                                tensor,
-                                rtol=1e-5,
-                                atol=1e-6,
-                                msg=lambda m, at=f"{where}, {name}": f"{at}: {m}",
-                            )
+                    torch.testing.assert_close(
+                        *(mine, theirs),
+                        rtol=1e-5,
+                        atol=1e-6,
+                        msg=lambda m, at=where: f"{at}: {m}",
+                    )
             again += found[seed][-1][3] - 4
     # Some steps were run twice; not with partitions, where plans are there from the third step on.
     assert again or partitions > 1
@@ -313,18 +306,11 @@ def test_hooks_of_other_code_keep_values() -> None:
         optimizer.step()
     # A checkpoint runs a batch norm twice.
     for rank, state in enumerate(check_ranks(kept_elsewhere, "2")):
-        check_state(state, model.state_dict(), False, True, f"rank {rank}")
+        check_state(state, model.state_dict(), 1e-6, True, f"rank {rank}")
 
 
 def optimizers(threshold: int) -> Any:
-    smp.init(
-        {
-            "ddp": True,
-            "sharded_data_parallel_degree": 2,
-            "sdp_param_persistence_threshold": threshold,
-            "sdp_gradient_clipping": 0.1,
-        }
-    )
+    smp.init({"ddp": True, **shards(2, threshold), "sdp_gradient_clipping": 0.1})
     found = []
     for make_optimizer in (
         smp.optimizers.FusedLAMB,
@@ -363,4 +349,4 @@ def test_norms_and_optimizers_see_whole_parameters() -> None:
     for rank, found in enumerate(check_ranks(optimizers, "2", THRESHOLD)):
         for (norms, state), (whole_norms, whole_state) in zip(found, expected[0], strict=True):
             assert norms == pytest.approx(whole_norms, rel=1e-4), rank
-            check_state(state, whole_state, False, True, f"rank {rank}")
+            check_state(state, whole_state, 1e-6, True, f"rank {rank}")

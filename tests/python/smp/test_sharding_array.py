@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import check_ranks, rotating
+from smp.common import check_state
 from smp.zoo import ZOO, arguments, batch_of, device, make, train_step
 from torch import Tensor, nn
 
@@ -246,17 +247,7 @@ def compare(row: Row, by_rank: list[Any], expected: tuple[list[float], dict[str,
         where, first = f"{row}, rank {rank}", rank < partitions
         if first:
             assert ours == pytest.approx(losses, rel=tolerance, abs=0.0), where
-        assert values.keys() == state.keys(), where
-        for key, value in state.items():
-            if not first and "running" in key:
-                continue  # each replica has its own until the next step begins
-            torch.testing.assert_close(
-                values[key],
-                value,
-                rtol=tolerance,
-                atol=tolerance,
-                msg=lambda text, key=key, where=where: f"{where}, {key}: {text}",
-            )
+        check_state(values, state, tolerance, first, where)
 
 
 PARTS = 10  # of the exhaustive test

@@ -9,16 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import (
-    check_ranks,
-)
-from smp.sharded_models import Fails, check_state, failing, small, squares
+from on_ranks import on_ranks
+from ranks import check_ranks
+from smp.common import BY_HAND, check_state, squares
+from smp.sharded_models import Fails, failing, small
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.core.errors import (
-    SMPUsageError,
-)
+from smddp.modelparallel.core.errors import SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 
@@ -30,7 +28,15 @@ def sum_over_group(value: Tensor) -> float:
     return float(total)
 
 
-def attributes(half: bool) -> None:
+def saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
+@on_ranks("2")
+def test_attributes_that_scripts_read(half: bool) -> None:
     model, optimizer = small(fp16=half)
     net = model.get_module()
     weight, bias = net.layers[0].weight, net.layers[0].bias
@@ -78,23 +84,37 @@ def attributes(half: bool) -> None:
     assert torch.equal(pickled, bias)
 
 
-def saved(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
+def reading_a_group(reads: bool) -> dict[str, Tensor]:
+    """Trains a batch norm, which stays in full precision: its master shares its memory."""
+    config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 20}
+    smp.init({"ddp": True, "fp16": True, **config})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = smp.DistributedOptimizer(sgd)
+    for _ in range(3):
+        squares(model, torch.randn(4, 8))
+        if reads:
+            assert optimizer.fp32_partitioned_groups_flat[0].dtype == torch.float32
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def attributes_with_partitions() -> None:
-    smp.init(
-        {
-            "ddp": True,
-            "partitions": 2,
-            "sharded_data_parallel_degree": 2,
-            "sdp_param_persistence_threshold": 20,
-            "auto_partition": False,
-            "default_partition": 0,
-        }
-    )
+def test_reading_a_group_changes_nothing() -> None:
+    for found, expected in zip(
+        check_ranks(reading_a_group, "2", True),
+        check_ranks(reading_a_group, "2", False),
+        strict=True,
+    ):
+        assert not torch.equal(found["1.weight"], torch.ones(8))
+        check_state(found, expected, 0.0, True, "")
+
+
+@on_ranks("4")
+def test_attributes_before_it_is_decided_where_parameters_live() -> None:
+    config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 20}
+    smp.init({**BY_HAND, "ddp": True, "partitions": 2, **config})
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizer = smp.DistributedOptimizer(sgd)
@@ -118,48 +138,6 @@ def attributes_with_partitions() -> None:
         assert not parameter.ds_tensor.isnan().any()
     flat = optimizer.fp32_partitioned_groups_flat[0]
     assert torch.equal(flat, torch.cat([parameter.ds_tensor.reshape(-1) for parameter in here]))
-
-
-@pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
-def test_attributes_that_scripts_read(half: bool) -> None:
-    check_ranks(attributes, "2", half)
-
-
-def reading_a_group(reads: bool) -> dict[str, Tensor]:
-    """Trains a batch norm, which stays in full precision: its master shares its memory."""
-    smp.init(
-        {
-            "ddp": True,
-            "sharded_data_parallel_degree": 2,
-            "sdp_param_persistence_threshold": 20,
-            "fp16": True,
-        }
-    )
-    torch.manual_seed(0)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = smp.DistributedOptimizer(sgd)
-    for _ in range(3):
-        squares(model, torch.randn(4, 8))
-        if reads:
-            assert optimizer.fp32_partitioned_groups_flat[0].dtype == torch.float32
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def test_reading_a_group_changes_nothing() -> None:
-    for found, expected in zip(
-        check_ranks(reading_a_group, "2", True),
-        check_ranks(reading_a_group, "2", False),
-        strict=True,
-    ):
-        assert not torch.equal(found["1.weight"], torch.ones(8))
-        check_state(found, expected, True, True, "")
-
-
-def test_attributes_before_it_is_decided_where_parameters_live() -> None:
-    check_ranks(attributes_with_partitions, "4")
 
 
 def evaluation() -> Any:

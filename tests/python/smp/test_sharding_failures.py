@@ -15,15 +15,10 @@ import interpreters
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import (
-    arrive,
-    await_ranks,
-    check_ranks,
-    listen,
-    reserved_port,
-    run_ranks,
-)
-from smp.sharded_models import THRESHOLD, Fails, Stops, check_state, failing, small, squares
+from on_ranks import on_ranks
+from ranks import arrive, await_ranks, check_ranks, listen, reserved_port, run_ranks
+from smp.common import BY_HAND, check_state, shards, squares
+from smp.sharded_models import THRESHOLD, Fails, Stops, failing, small
 from smp.zoo import batch_of, device, make, train_step
 from torch import Tensor, nn
 
@@ -76,7 +71,7 @@ def test_all_replicas_learn_of_a_failure_and_go_on() -> None:
             model(torch.cat(xs), "").square().mean().backward()
             optimizer.step()
     for rank, (_, state) in enumerate(found):
-        check_state(state, model.state_dict(), False, True, f"rank {rank}")
+        check_state(state, model.state_dict(), 1e-6, True, f"rank {rank}")
 
 
 class Breaks(nn.Linear):
@@ -108,16 +103,8 @@ RANDOM_STEPS = 24
 
 
 def layers_fail(partitions: int, seed: int) -> Any:
-    smp.init(
-        {
-            "ddp": True,
-            "partitions": partitions,
-            "microbatches": 4,
-            "sharded_data_parallel_degree": 2,
-            "sdp_param_persistence_threshold": THRESHOLD,
-            "sdp_gradient_clipping": 1e9,
-        }
-    )
+    config = {"ddp": True, "partitions": partitions, "microbatches": 4}
+    smp.init({**config, **shards(2, THRESHOLD)})
     Breaks.delays = random.Random(f"{seed} {smp.rank()}")
     torch.manual_seed(0)
     model = smp.DistributedModel(nn.Sequential(*[Breaks(number) for number in range(6)]))
@@ -167,7 +154,7 @@ def test_failures_at_random_moments(partitions: int) -> None:
             optimizer.step()
     for replica, told, state in found:
         assert told == [(step, True) for step, one in enumerate(failures) if one is not None]
-        check_state(state, model.state_dict(), False, True, f"replica {replica}")
+        check_state(state, model.state_dict(), 1e-6, True, f"replica {replica}")
 
 
 def memory_is_short(partitions: int, always: bool, moment: int) -> tuple[list[str], float]:
@@ -176,15 +163,8 @@ def memory_is_short(partitions: int, always: bool, moment: int) -> tuple[list[st
     Returns:
         What the steps have raised here, and how many seconds the second one took.
     """
-    smp.init(
-        {
-            "ddp": True,
-            "partitions": partitions,
-            "microbatches": 2,
-            "sharded_data_parallel_degree": 2,
-            "sdp_param_persistence_threshold": THRESHOLD,
-        }
-    )
+    sdp = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": THRESHOLD}
+    smp.init({"ddp": True, "partitions": partitions, "microbatches": 2, **sdp})
     model = smp.DistributedModel(nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]))
     x, raised, took = torch.ones(4, 8), [], 0.0
     empty = torch.empty
@@ -249,14 +229,7 @@ DETOUR_STEPS = 5
 
 
 def some_take_longer() -> dict[str, Tensor]:
-    config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 1}
-    smp.init(
-        {
-            **config,
-            **{"ddp": True, "partitions": 2, "microbatches": 2, "sdp_gradient_clipping": 1e9},
-            **{"auto_partition": False, "default_partition": 0},
-        }
-    )
+    smp.init({**BY_HAND, "ddp": True, "partitions": 2, "microbatches": 2, **shards()})
     torch.manual_seed(0)
     model = smp.DistributedModel(Detour())
     smp.set_partition(model.get_module().far, 1)
@@ -285,7 +258,7 @@ def test_no_gradient_is_lost_if_a_later_microbatch_ends_first() -> None:
             (model(x, 4 if x[0, 0] == 1 else 0).square().mean() / 2).backward()
         optimizer.step()
     for state in check_ranks(some_take_longer, "4"):
-        check_state(state, model.state_dict(), False, True, "")
+        check_state(state, model.state_dict(), 1e-6, True, "")
 
 
 class Skips(nn.Module):
@@ -330,7 +303,7 @@ def test_a_step_is_run_again_if_the_order_of_parameters_changes() -> None:
     model.calls.fill_(2 * len(LEFT_OUT))  # one for each microbatch, and none twice
     for rank, (steps, state) in enumerate(check_ranks(order_changes, "2")):
         assert steps == len(LEFT_OUT) + 2  # then the order counts as unknown
-        check_state(state, model.state_dict(), False, True, f"rank {rank}")
+        check_state(state, model.state_dict(), 1e-6, True, f"rank {rank}")
 
 
 class Changes(nn.Module):
@@ -361,7 +334,8 @@ def changing(model: Any, x: Tensor, what: str) -> Any:
     return loss
 
 
-def misuse() -> None:
+@on_ranks("2")
+def test_misuse_raises_on_all_ranks() -> None:
     config = {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 20}
     smp.init(config)
     net = Changes()
@@ -404,21 +378,14 @@ def misuse() -> None:
     assert not torch.equal(model.state_dict()["weight"], before)
 
 
-def test_misuse_raises_on_all_ranks() -> None:
-    check_ranks(misuse, "2")
-
-
-def experts() -> None:
+@on_ranks("2")
+def test_control_flow_that_differs_is_refused() -> None:
     config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 8}
     smp.init({"ddp": True, "microbatches": 4, **config})
     model = smp.DistributedModel(make("mixture of experts"))
     batch = batch_of("mixture of experts", 0, smp.rank())
     with pytest.raises(SMPMicrobatchError, match=r"control flow that depends on data"):
         train_step(model, "mixture of experts", *batch)
-
-
-def test_control_flow_that_differs_is_refused() -> None:
-    check_ranks(experts, "2")
 
 
 def one_dies(step_of_death: int) -> list[str]:
@@ -501,7 +468,9 @@ class ChangesInPlace(nn.Module):
         return z
 
 
-def changes_in_place(degree: int) -> None:
+@pytest.mark.parametrize("degree", [1, 2])
+@on_ranks("2")
+def test_autograd_refuses_an_activation_that_has_changed_as_without_sharding(degree: int) -> None:
     sdp = {"sharded_data_parallel_degree": degree, "sdp_param_persistence_threshold": 1}
     smp.init({"ddp": True, **(sdp if degree > 1 else {})})
     model = smp.DistributedModel(ChangesInPlace())
@@ -509,12 +478,8 @@ def changes_in_place(degree: int) -> None:
         squares(model, torch.ones(2, 8))
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_autograd_refuses_an_activation_that_has_changed_as_without_sharding(degree: int) -> None:
-    check_ranks(changes_in_place, "2", degree)
-
-
-def backward_outside_a_step() -> None:
+@on_ranks("2")
+def test_a_backward_pass_outside_a_step_changes_no_gradient() -> None:
     said = listen()
     config = {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 9}
     smp.init(config)
@@ -532,10 +497,6 @@ def backward_outside_a_step() -> None:
         model(torch.ones(2, 8))
     squares(model, torch.ones(2, 8))
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_a_backward_pass_outside_a_step_changes_no_gradient() -> None:
-    check_ranks(backward_outside_a_step, "2")
 
 
 _FAILS_OUTSIDE = """

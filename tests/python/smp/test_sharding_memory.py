@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import (
-    check_ranks,
-    listen,
-)
+from ranks import check_ranks, listen
 from smp.census import Census, UnmappedCensus
-from smp.sharded_models import THRESHOLD, squares
+from smp.common import BY_HAND, shards, squares
+from smp.sharded_models import THRESHOLD
 from smp.zoo import device
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -51,15 +49,9 @@ class Watched(nn.Module):
 
 
 def memory(degree: int, limit: int) -> Any:
-    smp.init(
-        {
-            "ddp": True,
-            "microbatches": 2,
-            "sharded_data_parallel_degree": degree,
-            "sdp_param_persistence_threshold": WIDTH + 1,
-            "sdp_max_live_parameters": limit,
-        }
-    )
+    config = {"sharded_data_parallel_degree": degree, "sdp_max_live_parameters": limit}
+    config["sdp_param_persistence_threshold"] = WIDTH + 1
+    smp.init({"ddp": True, "microbatches": 2, **config})
     net = Watched()
     model = smp.DistributedModel(net)
     for layer in net.layers:
@@ -106,18 +98,8 @@ def gathers_ahead() -> list[tuple[int, int]]:
         return original(self, number)
 
     Gathers._said = counted  # type: ignore[method-assign]
-    smp.init(
-        {
-            "ddp": True,
-            "partitions": 2,
-            "microbatches": 4,
-            "auto_partition": False,
-            "default_partition": 0,
-            "sharded_data_parallel_degree": 2,
-            "sdp_param_persistence_threshold": THRESHOLD,
-            "sdp_gradient_clipping": 1e9,
-        }
-    )
+    config = {"ddp": True, "partitions": 2, "microbatches": 4}
+    smp.init({**BY_HAND, **config, **shards(2, THRESHOLD)})
     net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
     model = smp.DistributedModel(net)
     for part in net[3:]:
@@ -274,11 +256,6 @@ def test_a_rank_that_resumes_has_one_whole_parameter_at_a_time(
                 torch.testing.assert_close(optimizer["state"], expected[1]["state"], rtol=0, atol=0)
 
 
-@smp.step
-def squares_step(model: Any, x: Tensor) -> None:
-    model.backward(model(x).square().mean())
-
-
 def told(parts: int, threshold: int) -> list[str]:
     config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": threshold}
     manual = {"auto_partition": False, "default_partition": 0}
@@ -287,7 +264,7 @@ def told(parts: int, threshold: int) -> list[str]:
     with smp.partition(parts - 1):
         last = nn.Linear(4, 4)
     model = smp.DistributedModel(nn.Sequential(nn.Linear(1024, 512), nn.Linear(512, 4), last))
-    squares_step(model, torch.ones(2, 1024, device=device()))
+    squares(model, torch.ones(2, 1024, device=device()))
     return [text for text in said if "sharding" in text]
 
 

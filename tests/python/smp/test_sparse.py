@@ -59,7 +59,6 @@ class Net(nn.Module):
         self.attention, self.first, self.second = Attention(), Convolution(), Convolution()
 
     def forward(self, x: Tensor, mask: Tensor, layout: str) -> Tensor:
-        """Takes one graph."""
         adjacency = self.attention(x, mask, layout)
         return self.second(adjacency, self.first(adjacency, x)).square().sum()
 

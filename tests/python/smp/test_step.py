@@ -16,7 +16,9 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from on_ranks import on_ranks
 from ranks import check_ranks
+from smp.common import sums
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -347,15 +349,8 @@ def open_when_idle(executor: Any, store: dist.Store) -> None:
 
 
 def memory(active: int, pipeline: str) -> int:
-    smp.init(
-        {
-            "partitions": 2,
-            **MANUAL,
-            "microbatches": 8,
-            "active_microbatches": active,
-            "pipeline": pipeline,
-        }
-    )
+    options = {"microbatches": 8, "active_microbatches": active, "pipeline": pipeline}
+    smp.init({**MANUAL, "partitions": 2, **options})
     store = dist.distributed_c10d._get_default_store()
     with smp.partition(0):
         first = Probe()
@@ -382,20 +377,13 @@ def test_no_rank_holds_more_than_the_active_microbatches(active: int, pipeline: 
     assert held[1] <= active
 
 
-@smp.step
-def draw_step(model: Any, x: torch.Tensor) -> Any:
-    loss = model(x).sum()
-    model.backward(loss)
-    return loss
-
-
 def numbers_of_the_script() -> list[list[float]]:
     smp.init({"partitions": 2, **MANUAL})
     model, _ = build()
     torch.manual_seed(1 + smp.rank())
     found = []
     for _ in range(2):
-        draw_step(model, torch.ones(8, 4))
+        sums(model, torch.ones(8, 4))
         found.append(torch.rand(2).tolist())
     return found
 
@@ -499,7 +487,8 @@ class Trains:
         return loss
 
 
-def functions() -> None:
+@on_ranks("1")
+def test_a_step_function_needs_no_name() -> None:
     smp.init({**MANUAL, "ddp": False})
     model = smp.DistributedModel(nn.Linear(4, 4))
     x = torch.ones(4, 4)
@@ -510,7 +499,3 @@ def functions() -> None:
         assert loss.reduce_sum().item() == pytest.approx(2 * model(x).sum().item())
         with pytest.raises(SMPUsageError, match=r"smp.step: .*missing a required argument"):
             step(*arguments[:-1])
-
-
-def test_a_step_function_needs_no_name() -> None:
-    check_ranks(functions, "1")

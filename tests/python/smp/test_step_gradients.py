@@ -10,6 +10,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from ranks import arrive, await_ranks, check_ranks, run_ranks
+from smp.common import copies, sums
 from smp.test_step import MANUAL, plain
 from torch import nn
 
@@ -36,19 +37,15 @@ def uneven_use() -> list[Any]:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.parts[int(x[0, 0])](x)
 
-    @smp.step
-    def train(model: Any, x: torch.Tensor) -> Any:
-        model.backward(model(x).mean())
-
     module = Choice()
     module.count.fill_(float(smp.rank()))
     model = smp.DistributedModel(module, backward_passes_per_step=2, gradient_as_bucket_view=True)
     seen.append(float(module.count))
     x = torch.full((4, 2), float(smp.rank()))
-    train(model, x)
+    repeated(model, x, 1)
     seen.append([None if p.grad is None else p.grad.tolist() for p in module.parameters()])
     module.count.fill_(float(smp.rank()))
-    train(model, x)
+    repeated(model, x, 1)
     seen.append([None if p.grad is None else p.grad.tolist() for p in module.parameters()])
     seen.append(float(module.count))
     # Outside a step, with one partition: plain torch code, reduced every second time, too.
@@ -70,7 +67,7 @@ def uneven_use() -> list[Any]:
         return future
 
     hooked.register_comm_hook(smp.get_dp_process_group(), hook)
-    train(hooked, x)
+    repeated(hooked, x, 1)
     seen.append([None if p.grad is None else p.grad.tolist() for p in hooked.parameters()])
     assert calls == [(0, True, 3)]
     return seen
@@ -107,7 +104,7 @@ def hooked_passes() -> list[Any]:
     for number in range(4):
         if number == 2:
             layer.weight.grad = None
-        plain_sum(model, torch.full((4, 1), float(1 + number + 10 * smp.rank())))
+        sums(model, torch.full((4, 1), float(1 + number + 10 * smp.rank())))
         seen.append((layer.weight.grad.item(), len(calls)))
     return seen
 
@@ -135,7 +132,7 @@ def hook_fails(when: str, fails_in: int, pp: int = 1) -> list[Any]:
     model.register_comm_hook(smp.get_dp_process_group(), hook)
     for number in range(4):
         try:
-            plain_sum(model, torch.full((1, 1), float(number + 10 * smp.rank())))
+            sums(model, torch.full((1, 1), float(number + 10 * smp.rank())))
             seen.append(layer.weight.grad.item())
             layer.weight.grad = None
         except Exception as error:
@@ -143,11 +140,6 @@ def hook_fails(when: str, fails_in: int, pp: int = 1) -> list[Any]:
     arrive("out")
     await_ranks("out", 2 * pp)
     return seen
-
-
-@smp.step
-def plain_sum(model: Any, x: torch.Tensor) -> Any:
-    model.backward(model(x).sum())
 
 
 def test_a_hook_averages_what_several_steps_have_added() -> None:
@@ -176,7 +168,7 @@ def uneven_batches(pp: int) -> Any:
             optimizer.zero_grad()
             plain(model, torch.full((4, 2), float(number)))
             optimizer.step()
-    return {name: value.tolist() for name, value in model.state_dict().items()}
+    return copies(model)
 
 
 def test_replicas_may_have_different_numbers_of_batches() -> None:
@@ -188,11 +180,9 @@ def test_replicas_may_have_different_numbers_of_batches() -> None:
         loss = whole(torch.full((4, 2), float(number))).square().mean()
         (loss * (2 - number) / 2).backward()
         optimizer.step()
-    expected = {name: value.tolist() for name, value in whole.state_dict().items()}
     for pp in (1, 2):
-        for rank in check_ranks(uneven_batches, str(2 * pp), pp):
-            for name, value in expected.items():
-                torch.testing.assert_close(torch.tensor(rank[name]), torch.tensor(value))
+        for state in check_ranks(uneven_batches, str(2 * pp), pp):
+            torch.testing.assert_close(state, dict(whole.state_dict()))
 
 
 def summed(average: bool) -> Any:
@@ -200,11 +190,7 @@ def summed(average: bool) -> Any:
     layer = nn.Linear(2, 1, bias=False)
     model = smp.DistributedModel(layer, average_grads_across_microbatches=average)
 
-    @smp.step
-    def train(model: Any, x: torch.Tensor) -> Any:
-        model.backward(model(x).mean())
-
-    train(model, torch.ones(8, 2))
+    repeated(model, torch.ones(8, 2), 1)
     return layer.weight.grad.tolist()
 
 
@@ -285,7 +271,7 @@ def with_later_features(config: dict[str, Any]) -> Any:
     with pytest.raises(SMPUsageError, match="no full state of the optimizer"):
         optimizer.state_dict()
     optimizer.step()
-    return smp.dp_size(), {name: value.tolist() for name, value in model.state_dict().items()}
+    return smp.dp_size(), copies(model)
 
 
 def test_tensor_parallel_ranks_of_ordinary_modules_are_replicas() -> None:
@@ -310,8 +296,7 @@ def test_tensor_parallel_ranks_of_ordinary_modules_are_replicas() -> None:
     torch.optim.SGD(whole.parameters(), lr=0.5).step()
     for replicas, state in states:
         assert replicas == 2
-        for name, value in whole.state_dict().items():
-            torch.testing.assert_close(torch.tensor(state[name]), value)
+        torch.testing.assert_close(state, dict(whole.state_dict()))
 
 
 # In the first step the hook is called when the step ends, later during the backward pass.

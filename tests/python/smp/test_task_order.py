@@ -20,6 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import arrive, await_ranks, check_ranks, run_ranks
+from smp.common import evaluate, gradients, squares
+from smp.failing_models import MANUAL, called_by_some, numbered, train
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
@@ -30,7 +32,6 @@ from smddp.modelparallel.torch.pipeline import executor as executor_module
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 WIDTH, BATCH, REPLICAS, MICROBATCHES = 4, 8, 2, 4
-MANUAL = {"auto_partition": False, "default_partition": 0, "ddp": True, "microbatches": 4}
 
 
 def start(pp: int, timeout: float = 60, backend: str = "smddp", **config: Any) -> None:
@@ -117,18 +118,6 @@ def batch(step: int, replica: int) -> Tensor:
     return torch.randn(BATCH, WIDTH, generator=generator)
 
 
-@smp.step
-def train(model: Any, x: Tensor) -> Any:
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
-
-@smp.step
-def evaluate(model: Any, x: Tensor) -> Any:
-    return model(x)
-
-
 def sharing(
     pp: int, pipeline: str, steps: int, pauses: float, config: dict[str, Any], backend: str
 ) -> Any:
@@ -150,8 +139,8 @@ def sharing(
             with torch.no_grad():
                 found.append((evaluate(model, x).concat(), {}))
             continue
-        losses = train(model, x).stack()
-        found.append((losses, {name: p.grad.clone() for name, p in model.local_named_parameters()}))
+        losses = squares(model, x).stack()
+        found.append((losses, gradients(model)))
     return smp.dp_rank(), found
 
 
@@ -241,9 +230,9 @@ def test_modules_may_call_collectives(
     wanted = check_ranks(expected, "1", pp, steps)[0]
     arguments = (pp, pipeline, steps, pauses, config, backend)
     for replica, found in check_ranks(sharing, str(2 * pp), *arguments, timeout=250):
-        for step, (result, gradients) in enumerate(found):
+        for step, (result, grads) in enumerate(found):
             assert torch.equal(result, wanted[replica][step][0]), step
-            for name, gradient in gradients.items():
+            for name, gradient in grads.items():
                 assert torch.equal(gradient, wanted[replica][step][1][name]), (step, name)
 
 
@@ -301,22 +290,8 @@ class Parts(nn.Module):
 
 
 @smp.step
-def trained(model: Any, x: Tensor, fault: str) -> Any:
-    if fault == "body" and bool(x[0, 0] == 2):
-        raise KeyError("in the body")
-    loss = model(x).sum()
-    model.backward(loss)
-    return loss
-
-
-@smp.step
 def applied(model: Any, x: Tensor) -> Any:
     return model(x).sum()
-
-
-def numbered() -> Tensor:
-    """Each microbatch holds its number."""
-    return torch.arange(4.0).repeat_interleave(2).unsqueeze(1).expand(8, WIDTH).clone()
 
 
 FAULTS = ["body", "forward 0", "forward 1", "backward 0", "backward 1"]
@@ -334,7 +309,7 @@ def failing(where: int) -> list[list[str]]:
     def check() -> None:
         for parameter in model.parameters():
             parameter.grad = None
-        assert float(trained(model, x, "").reduce_sum()) == 48
+        assert float(train(model, x, "").reduce_sum()) == 48
         assert [p.grad.tolist() for p in model.local_parameters()] == [
             [3.0] * WIDTH for _ in model.local_parameters()
         ]
@@ -352,7 +327,7 @@ def failing(where: int) -> list[list[str]]:
         mine = fault if smp.dp_rank() == where else ""
         for part in (parts.first, parts.middle, parts.last):
             part.fault = mine
-        texts.append([attempt(trained, mine)])
+        texts.append([attempt(train, mine)])
         if fault.startswith("forward"):
             with torch.no_grad():
                 texts[-1].append(attempt(applied))
@@ -394,7 +369,7 @@ def running_again(fault: str, where: int, backward: bool) -> tuple[int, list[flo
         for parameter in model.parameters():
             parameter.grad = None
         if backward:
-            sums.append(float(trained(model, x, "").reduce_sum()))
+            sums.append(float(train(model, x, "").reduce_sum()))
             assert all(p.grad.tolist() == [3.0] * WIDTH for p in model.local_parameters())
         else:
             with torch.no_grad():
@@ -444,7 +419,7 @@ def diverging(where: int, backward: bool) -> tuple[str, float]:
 
     def step() -> None:
         if backward:
-            trained(model, x, "")
+            train(model, x, "")
         else:
             with torch.no_grad():
                 applied(model, x)
@@ -516,12 +491,6 @@ def test_a_collective_that_one_replica_does_not_enter(where: int) -> None:
         ), text
 
 
-@smp.step
-def called_by_some(model: Any, x: Tensor, calls: bool) -> Any:
-    if calls:
-        model.backward(model(x).sum())
-
-
 def called_first_by(where: int) -> str:
     """In the first step only one replica calls the model; then no replica does; then both do."""
     start(2)
@@ -531,7 +500,7 @@ def called_first_by(where: int) -> str:
         called_by_some(model, x, smp.dp_rank() == where)
     called_by_some(model, x, False)
     called_by_some(model, x, True)
-    assert float(trained(model, x, "").reduce_sum()) == 48
+    assert float(train(model, x, "").reduce_sum()) == 48
     return str(caught.value)
 
 
@@ -569,9 +538,9 @@ def failing_at_the_decision() -> tuple[str, bool]:
     if smp.rank() == 0:
         model.runtime.apply = fails
     with pytest.raises((SMPPeerError, SMPMicrobatchError)) as caught:
-        trained(model, numbered(), "")
+        train(model, numbered(), "")
     partitioned = model.partitioned
-    trained(model, numbered(), "")
+    train(model, numbered(), "")
     return str(caught.value), partitioned
 
 
@@ -607,7 +576,7 @@ def dying(rank: int) -> str:
     parts = Parts()
     model = smp.DistributedModel(parts)
     x = numbered()
-    trained(model, x, "")
+    train(model, x, "")
     if smp.rank() == rank:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
@@ -639,7 +608,7 @@ def interrupted(rank: int) -> str:
     start(2, timeout=8)
     model = smp.DistributedModel(Parts())
     x = numbered()
-    trained(model, x, "")
+    train(model, x, "")
     if smp.rank() == rank ^ 1:
         await_ranks("out", 3)
         return ""

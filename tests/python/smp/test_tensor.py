@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from ranks import check_ranks
+from smp.common import close, shards, squares
 from smp.zoo import device
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_  # before smp.init, as scripts do
@@ -130,11 +132,7 @@ def divided(config: dict[str, Any]) -> dict[str, Any]:
 
 
 # Some parameters stay whole. The norm is clipped by `smp.clip_grad_norm`.
-SHARDED = {
-    "sharded_data_parallel_degree": 2,
-    "sdp_param_persistence_threshold": 20,
-    "sdp_gradient_clipping": 1e9,
-}
+SHARDED = shards(2, 20)
 CASES = [
     ({"tensor_parallel_degree": 2}, "2"),
     ({"tensor_parallel_degree": 4}, "4"),
@@ -155,12 +153,6 @@ CASES = [
 ]
 
 
-def check_close(found: Any, expected: Any, where: str) -> None:
-    torch.testing.assert_close(
-        found, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{where}: {text}"
-    )
-
-
 @pytest.mark.parametrize("prescaled", [False, True], ids=["own batches", "one batch"])
 @pytest.mark.parametrize(("config", "layout"), CASES)
 @pytest.mark.costly
@@ -174,21 +166,19 @@ def test_training_is_that_of_one_process(
         assert result["divided"] == sorted(
             name for name in expected["state"] if "norm" not in name and "bias" not in name
         )
-        for step in range(STEPS):
-            check_close(
-                result["losses"][step], expected["losses"][step][result["number"]], f"rank {rank}"
-            )
-        check_close(result["norms"], expected["norms"], f"norms of rank {rank}")
+        losses = [of_all[result["number"]] for of_all in expected["losses"]]
+        close(result["losses"], losses, f"losses of rank {rank}", 1e-5)
+        close(result["norms"], expected["norms"], f"norms of rank {rank}", 1e-5)
         for name, value in result["gradients"].items():
             of_all = expected["gradients"][name]
             mine = of_all.chunk(size, 1)[place] if name in result["divided"] else of_all
-            check_close(value.cpu(), mine, f"gradient of {name} on rank {rank}")
+            close(value.cpu(), mine, f"gradient of {name} on rank {rank}", 1e-5)
         assert result["state"].keys() == expected["state"].keys()
         for name, value in result["state"].items():
-            check_close(value, expected["state"][name], f"{name} on rank {rank}")
+            close(value, expected["state"][name], f"{name} on rank {rank}", 1e-5)
         for index, entry in expected["optimizer"].items():
             for key, value in entry.items():
-                check_close(result["optimizer"][index][key].cpu(), value, f"{key} of {index}")
+                close(result["optimizer"][index][key].cpu(), value, f"{key} of {index}", 1e-5)
 
 
 def accumulated(config: dict[str, Any], outside: bool) -> dict[str, Any]:
@@ -236,12 +226,12 @@ def test_gradients_accumulate_over_steps(
     wanted = {name: p.grad for name, p in oracle.named_parameters() if p.grad is not None}
     norm = float(nn.utils.get_total_norm(wanted.values()))
     for rank, result in enumerate(results):
-        check_close(result["norm"], norm, f"norm of rank {rank}")
+        close(result["norm"], norm, f"norm of rank {rank}", 1e-5)
         place, size = result["tp"]
         for name, value in result["gradients"].items():
             is_part = value.shape != wanted[name].shape
             mine = wanted[name].chunk(size, 1)[place] if is_part else wanted[name]
-            check_close(value, mine, f"{name} on rank {rank}")
+            close(value, mine, f"{name} on rank {rank}", 1e-5)
 
 
 class WithDropout(nn.Module):
@@ -256,13 +246,6 @@ class WithDropout(nn.Module):
         return self.last(nn.functional.dropout(self.first(x), 0.5))
 
 
-@smp.step
-def square(model: Any, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
-
 def seeded_by_rank(pp: int) -> Any:
     config = {"tensor_parallel_degree": 2, "prescaled_batch": True, "partitions": pp}
     smp.init({"ddp": True, "microbatches": 2, **config})
@@ -270,7 +253,7 @@ def seeded_by_rank(pp: int) -> Any:
     model = smp.DistributedModel(WithDropout())
     torch.manual_seed(smp.rank())
     x = torch.ones(4, WIDTH, device=device())
-    losses = [float(square(model, x).reduce_mean()) for _ in range(4)]
+    losses = [float(squares(model, x).reduce_mean()) for _ in range(4)]
     biases = {n: p.grad for n, p in model.local_named_parameters() if n.endswith("bias")}
     return losses, {name: gradient.cpu() for name, gradient in biases.items()}
 
@@ -288,17 +271,14 @@ def test_ranks_with_one_batch_leave_out_the_same(pp: int) -> None:
         assert torch.equal(*same)
 
 
-def hooked() -> None:
+@on_ranks("2")
+def test_hooks_of_gradients_are_refused() -> None:
     smp.init({"ddp": True, "tensor_parallel_degree": 2})
     model = smp.DistributedModel(WithDropout())
     with pytest.raises(smp.SMPUsageError, match=r"join\(\) does not work with tensor_parallel_"):
         model.join()
     with pytest.raises(smp.SMPUsageError, match="register_comm_hook does not work with tensor_"):
         model.register_comm_hook(None, lambda state, bucket: None)
-
-
-def test_hooks_of_gradients_are_refused() -> None:
-    check_ranks(hooked, "2")
 
 
 def fused(size: int) -> list[Any]:
@@ -329,7 +309,8 @@ def test_fused_optimizers_use_norms_of_whole_parameters() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def embedded() -> None:
+@on_ranks("2")
+def test_arguments_of_embeddings() -> None:
     """Compares embeddings with arguments of every kind to torch's."""
     smp.init({"ddp": True, "tensor_parallel_degree": 2})
     weight = torch.randn(WORDS, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -370,10 +351,6 @@ def embedded() -> None:
             DistributedEmbedding(WORDS, WIDTH, **wrong)
     model = smp.DistributedModel(net)
     assert not list(model.distributed_modules())
-
-
-def test_arguments_of_embeddings() -> None:
-    check_ranks(embedded, "2")
 
 
 def in_half() -> tuple[list[float], list[float]]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import check_ranks
+from smp.common import close, squares
 from smp.test_tensor import MICROBATCHES, SHARDED, STEPS, batch_of, ordinary, train, whole
 from smp.zoo import device
 from torch import Tensor, nn
@@ -75,19 +76,9 @@ def check(name: str, train_on_a_rank: Callable[..., Any]) -> None:
     expected = whole(1 + max(result["number"] for result in results))
     for rank, result in enumerate(results):
         losses = [of_all[result["number"]] for of_all in expected["losses"]]
-        where = f"{name}, rank {rank}"
-        for found, wanted in (
-            (result["losses"], losses),
-            (result["norms"], expected["norms"]),
-            (result["state"], expected["state"]),
-        ):
-            torch.testing.assert_close(
-                found,
-                wanted,
-                rtol=tolerance,
-                atol=tolerance,
-                msg=lambda text, where=where: f"{where}: {text}",
-            )
+        found = result["losses"], result["norms"], result["state"]
+        wanted = losses, expected["norms"], expected["state"]
+        close(found, wanted, f"{name}, rank {rank}", tolerance)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -119,13 +110,6 @@ class Shifted(nn.Module):
         return y if mask is None else y + mask
 
 
-@smp.step
-def squared(model: Any, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
-
 def with_masks(config: dict[str, Any], divided: str, other: int, since: int) -> int:
     """Compares losses to those of a whole model; returns how many steps were run again."""
     smp.init({**MASKED, **config})
@@ -141,7 +125,7 @@ def with_masks(config: dict[str, Any], divided: str, other: int, since: int) -> 
         x = torch.ones(4, 8)
         if smp.dp_rank() == other and step >= since:
             x[:2] *= -1  # it passes no mask with the first microbatch from now on
-        loss = squared(model, x).reduce_mean()
+        loss = squares(model, x).reduce_mean()
         expected = torch.stack([whole_net(half).square().mean() for half in x.chunk(2)]).mean()
         torch.testing.assert_close(loss, expected)
     return model.runtime.steps - 5

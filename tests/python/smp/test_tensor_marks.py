@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from ranks import check_ranks, listen, run_ranks
+from smp.common import close, shards
 from smp.zoo import device
 from torch import Tensor, nn
 
@@ -243,11 +245,7 @@ def job(config: dict[str, Any], path: str, resumes: str | None, first: int) -> d
 
 
 DIVIDED = {"tensor_parallel_degree": 2, "partitions": 2}
-SHARDED = {
-    "sharded_data_parallel_degree": 2,
-    "sdp_param_persistence_threshold": 6,
-    "sdp_gradient_clipping": 1e9,
-}
+SHARDED = shards(2, 6)
 
 
 @pytest.mark.multiprocess
@@ -268,9 +266,7 @@ def test_checkpoints_load_at_other_degrees(
     parts = {f"{kind}_{place}.pt" for kind in ("model", "optimizer") for place in places}
     assert names == {*parts, "user_content.pt"}
     whole = full_state_dict(str(tmp_path), "parts")
-    assert whole.keys() == saved[0].keys()
-    for name, value in whole.items():
-        assert torch.equal(value, saved[0][name]), name
+    close(whole, saved[0])
     results = [
         check_ranks(job, layout, config, str(tmp_path), "parts", 2)
         for layout, config in (
@@ -281,8 +277,7 @@ def test_checkpoints_load_at_other_degrees(
     ]
     for others in results:
         for other in others:
-            for name, value in results[-1][0].items():
-                torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-5, msg=name)
+            close(other, results[-1][0], tolerance=1e-5)
 
 
 @pytest.mark.multiprocess
@@ -303,8 +298,7 @@ def test_checkpoints_load_at_more_and_less_ranks(tmp_path: Path) -> None:
     results.append(check_ranks(job, "2", two, str(paths["4"]), "parts", 2))
     for others in results:
         for other in others:
-            for name, value in results[0][0].items():
-                torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-5, msg=name)
+            close(other, results[0][0], tolerance=1e-5)
     with pytest.raises(smp.SMPUsageError, match="resume from it in a job with its model"):
         full_state_dict(str(paths["4"]), "parts")
     part = torch.load(folder / "model_0_0.pt")
@@ -369,7 +363,8 @@ class Narrow(nn.Module):
         self.inner = nn.Linear(width, 4)
 
 
-def as_torch_does() -> None:
+@on_ranks("2")
+def test_divided_modules_do_what_those_of_torch_do() -> None:
     smp.init({"tensor_parallel_degree": 2, "ddp": True, "_match_weights": True})
     torch.manual_seed(3)
     with torch.no_grad():
@@ -404,7 +399,8 @@ def as_torch_does() -> None:
     smp.shutdown()
 
 
-def option_in_place_of_an_argument() -> None:
+@on_ranks("2")
+def test_options_of_a_mark_replace_arguments_by_position() -> None:
     smp.init({"tensor_parallel_degree": 2, "ddp": True})
     smp.tp_register_with_module(Narrow, Wide)
     with smp.tensor_parallelism(width=8):
@@ -413,11 +409,3 @@ def option_in_place_of_an_argument() -> None:
     (found,) = model.distributed_modules()
     assert found.in_features == 8
     smp.shutdown()
-
-
-def test_divided_modules_do_what_those_of_torch_do() -> None:
-    check_ranks(as_torch_does, "2")
-
-
-def test_options_of_a_mark_replace_arguments_by_position() -> None:
-    check_ranks(option_in_place_of_an_argument, "2")

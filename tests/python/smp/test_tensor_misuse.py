@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import check_ranks
+from smp.common import evaluate
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
@@ -37,11 +38,6 @@ def train(model: Any, x: Tensor, second: Tensor | None = None) -> Tensor:
     loss = model(x).square().mean()
     model.backward(loss)
     return loss
-
-
-@smp.step
-def evaluate(model: Any, x: Tensor) -> Tensor:
-    return model(x)
 
 
 def marked(kind: type[nn.Module] = nn.Linear, on: bool = True) -> nn.Module:

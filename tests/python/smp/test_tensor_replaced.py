@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from ranks import ROOT, check_ranks, listen
+from smp.common import squares
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
@@ -176,19 +178,12 @@ def delayed(match: bool) -> list[Tensor]:
     assert storage(module) == 0
     smp.set_partition(module[0], 0)
     smp.set_partition(module[1], 1)
-    step(model, torch.ones(2, 4))
+    squares(model, torch.ones(2, 4))
     for name, parameter in model.local_named_parameters():
         assert torch.equal(parameter, at_once.get_parameter(name)), name
         assert parameter.requires_grad == (name != "1.weight")
     assert storage(module) < storage(at_once)
     return []
-
-
-@smp.step
-def step(model: Any, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
 
 
 @pytest.mark.parametrize("match", [False, True])
@@ -238,7 +233,9 @@ class Listed(nn.Module):
         return x
 
 
-def listed(size: int) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks("{size}")
+def test_calls_of_modules_that_were_replaced_are_refused(size: int) -> None:
     smp.init({"ddp": True, "tensor_parallel_degree": size})
     smp.tp_register_with_module(Block, Halves)
     with smp.tensor_parallelism():
@@ -251,16 +248,11 @@ def listed(size: int) -> None:
     # With the other rank's error, if that comes first.
     failures = smp.SMPMicrobatchError, smp.SMPPeerError
     with pytest.raises(failures, match=text):
-        step(model, torch.ones(2, 4))
+        squares(model, torch.ones(2, 4))
     module.order[0] = module.first
     with pytest.raises(failures, match=text.replace("first", "second")):
-        step(model, torch.ones(2, 4))
+        squares(model, torch.ones(2, 4))
     module.order[1] = module.second
-    step(model, torch.ones(2, 4))
+    squares(model, torch.ones(2, 4))
     # A script may compare with the original.
     assert original(torch.ones(2, 4)).shape == (2, 4)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_calls_of_modules_that_were_replaced_are_refused(size: int) -> None:
-    check_ranks(listed, str(size), size)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from ranks import check_ranks
 from smp import transformer_reference as reference
 from torch import Tensor, nn
@@ -489,7 +490,8 @@ def small(**options: Any) -> DistributedTransformerLMHead:
     return DistributedTransformerLMHead(**{**given, **options})
 
 
-def ids_that_broadcast() -> None:
+@on_ranks("2")
+def test_types_and_positions_may_be_those_of_one_example() -> None:
     begin()
     model = small(num_token_types=2, hidden_dropout_prob=0.0, attention_dropout_prob=0.0)
     ids = torch.tensor([[0, 5, 2], [3, 1, 4]])
@@ -497,10 +499,6 @@ def ids_that_broadcast() -> None:
     expected = model((ids, None, whole, whole, ids))
     for row in (whole[:1], whole[0], whole[:1].int()):
         assert torch.equal(model((ids, None, row, row, ids)), expected)
-
-
-def test_types_and_positions_may_be_those_of_one_example() -> None:
-    check_ranks(ids_that_broadcast, "2")
 
 
 def dropped() -> Any:
@@ -528,7 +526,8 @@ def test_ranks_drop_other_weights_and_the_same_features() -> None:
     torch.testing.assert_close(first[0][1], second[0][1])
 
 
-def halves() -> None:
+@on_ranks("2")
+def test_half_precision() -> None:
     begin()
     for options in [{}, {"fp32_residual_addition": True}, {"attention_in_fp32": True}]:
         for norms in NORMS:
@@ -549,10 +548,6 @@ def halves() -> None:
             torch.testing.assert_close(found.float(), wanted, rtol=0.05, atol=0.05)
             found.sum().backward()
             assert all(x.grad is None or x.grad.isfinite().all() for x in model.parameters())
-
-
-def test_half_precision() -> None:
-    check_ranks(halves, "2")
 
 
 def test_flash_attention_layer() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from ranks import check_ranks
 from smp.test_transformer_layers import begin, named, small
 
@@ -304,7 +305,8 @@ def test_the_guide_has_the_names_of_all_parameters() -> None:
         assert found == written
 
 
-def misuse() -> None:
+@on_ranks("2")
+def test_misuse_is_an_error_that_says_what_to_do() -> None:
     begin()
     for name, (call, text) in MISUSE.items():
         with named({"misuse": name}), pytest.raises(SMPUsageError, match=text):
@@ -313,7 +315,3 @@ def misuse() -> None:
         small(distribute_embedding=True)((IDS + 6, *[None] * 4))
     with pytest.raises(RuntimeError, match="a label is not in the vocabulary of 6"):
         small(distribute_embedding=True)((IDS, None, None, None, IDS + 6))
-
-
-def test_misuse_is_an_error_that_says_what_to_do() -> None:
-    check_ranks(misuse, "2")
