@@ -185,8 +185,8 @@ TEST(Rendezvous, RanksAreNamedByTheirNumbersInTheJob) {
   const auto missing = runRanks({0, 2}, [&](Rank me) { meetAs(me, ""); });
   EXPECT_THAT(missing[0], HasSubstr("rank 2 waited 2.0 s in group g of 3 ranks for rank 5:"));
   EXPECT_THAT(missing[1], HasSubstr("rank 7 waited 2.0 s in group g of 3 ranks for rank 5:"));
-  const auto different = runRanks(
-      firstRanks(3), [&](Rank me) { meetAs(me, me == 1 ? "SMDDP_CHUNK_BYTES=1\n" : ""); });
+  const auto different =
+      runRanks(firstRanks(3), [&](Rank me) { meetAs(me, me == 1 ? "SMDDP_CHUNK_BYTES=1\n" : ""); });
   EXPECT_THAT(different, Each(AllOf(HasSubstr("rank 2 ("), HasSubstr("rank 5 ("),
                                     HasSubstr("on ranks 2, 7 and 1 on rank 5"))));
 }
@@ -195,6 +195,15 @@ TEST(Rendezvous, MissingRankZeroIsNamed) {
   LocalStore store;
   const auto errors = runRanks({1, 2}, [&](Rank me) { meet(store, me, 3, "now", kShort); });
   EXPECT_THAT(errors, Each(HasSubstr("of 3 ranks for rank 0:")));
+}
+
+// All have come, but nobody says that the meeting is complete.
+TEST(Rendezvous, RankZeroIsNamedIfItDoesNotGoOn) {
+  LocalStore store;
+  store.add("smddp/g/epoch", 1);
+  store.set("smddp/g/1/in/0", serialise(introduce(0, "now")));
+  const auto errors = runRanks({1}, [&](Rank me) { meet(store, me, 2, "now", kShort); });
+  EXPECT_THAT(errors[0], HasSubstr("of 2 ranks for rank 0:"));
 }
 
 TEST(Rendezvous, GroupsDoNotSeeOneAnother) {

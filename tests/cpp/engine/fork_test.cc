@@ -94,5 +94,33 @@ TEST(Fork, AChildHoldsNoConnectionWhileTheParentSleepsInACall) {
   });
 }
 
+TEST(Fork, AChildIsToldThatItCannotUseTheGroupsOfItsParent) {
+  runRanks({2}, [](RankContext& rank) {
+    rank.run(barrier());
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(20);  // ends a child that waits for threads it does not have
+      // What ends groups or frees memory has no effect.
+      rank.engine.keep(*rank.group, std::make_shared<int>(1));
+      rank.engine.fail(*rank.group, Error(ErrorKind::Aborted, "enough"));
+      rank.engine.waitForOpenCalls(*rank.group, {});
+      rank.engine.destroyGroup(rank.group);
+      try {
+        rank.engine.submit(*rank.group, barrier());
+      } catch (const Error& error) {
+        const std::string text = error.what();
+        const bool isTold = text.find("in a process that was forked") != std::string::npos &&
+                            text.find("group \"test\"") != std::string::npos;
+        _exit(error.kind() == ErrorKind::Usage && isTold ? 0 : 1);
+      }
+      _exit(2);
+    }
+    int status = 0;
+    EXPECT_EQ(waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
+    rank.run(barrier());
+  });
+}
+
 }  // namespace
 }  // namespace smddp::test

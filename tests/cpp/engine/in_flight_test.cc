@@ -203,6 +203,49 @@ TEST_P(InFlightTest, ContinuationsRunOnceAndMaySubmit) {
 }
 
 // Each group has its own order; two groups are not ordered.
+// A receive may stay unanswered for ever.
+TEST_P(InFlightTest, OpenCallsAreWaitedForButNotReceives) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    if (rank.size == 1) return;
+    Block never(4);
+    engine::calls::Message receive;
+    receive.peer = (rank.rank + 1) % rank.size;
+    receive.buffer = {never.bytes()};
+    receive.timeout = kTimeout;
+    const auto open = rank.engine.submit(*rank.group, std::move(receive));
+    std::vector<Vector> vectors;
+    for (const size_t count : {500'000, 3, 70'000}) vectors.emplace_back(rank, count, 1);
+    std::vector<CompletionPtr> calls;
+    for (Vector& vector : vectors) {
+      calls.push_back(begin(rank, *rank.group, allReduce(bytesOf(vector.values))));
+    }
+    rank.engine.waitForOpenCalls(*rank.group, {});
+    for (const auto& call : calls) EXPECT_TRUE(call->done());
+    for (const auto& call : calls) finish(rank, call);
+    EXPECT_FALSE(open->done());
+    EXPECT_TRUE(rank.engine.withdraw(*rank.group, {open}).empty());
+  });
+}
+
+// What the network may still read lives as long as the group.
+TEST_P(InFlightTest, MemoryIsKeptForTheLifeOfTheGroup) {
+  runRanks(GetParam(), [](RankContext& rank) {
+    auto group = rank.engine.createGroup(rank.store, {"kept", rank.rank, rank.size}, kTimeout);
+    auto memory = std::make_shared<int>(1);
+    const std::weak_ptr<int> seen = memory;
+    rank.engine.keep(*group, std::move(memory));
+    finish(rank, begin(rank, *group, barrier()));
+    EXPECT_FALSE(seen.expired());
+    rank.engine.destroyGroup(group);
+    group.reset();
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (!seen.expired() && std::chrono::steady_clock::now() < limit) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    EXPECT_TRUE(seen.expired());
+  });
+}
+
 TEST_P(InFlightTest, TwoGroupsInTurn) {
   runRanks(GetParam(), [](RankContext& rank) {
     const auto other =

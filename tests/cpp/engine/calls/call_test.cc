@@ -4,7 +4,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <set>
+#include <utility>
+
+#include "engine/calls/ended_operations.h"
 
 namespace smddp::engine::calls {
 namespace {
@@ -98,6 +102,34 @@ TEST(Call, NamesEveryCollective) {
   }
   EXPECT_EQ(names.size(), static_cast<size_t>(collectives::kNumCollectives));
   EXPECT_EQ(names.count("?"), 0u);
+}
+
+// Whoever frees a tensor may wait for Python's interpreter, so the engine's owner only collects.
+TEST(EndedOperations, MemoryIsFreedByWhoTakesTheLeftovers) {
+  EndedOperations ended;
+  const auto held = [](auto&& give) {
+    auto memory = std::make_shared<int>(1);
+    const std::weak_ptr<int> seen = memory;
+    give(std::move(memory));
+    return seen;
+  };
+  const auto released = held([&](auto memory) { ended.release(std::move(memory)); });
+  const auto kept = held([&](auto memory) { ended.keep(std::move(memory)); });
+  EXPECT_FALSE(released.expired());
+  {
+    Leftovers leftovers;
+    ended.moveTo(leftovers);
+    EXPECT_FALSE(released.expired());
+  }
+  EXPECT_TRUE(released.expired());
+  EXPECT_FALSE(kept.expired()) << "the group lives";
+  ended.releaseKept();
+  EXPECT_FALSE(kept.expired());
+  {
+    Leftovers leftovers;
+    ended.moveTo(leftovers);
+  }
+  EXPECT_TRUE(kept.expired());
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <latch>
+#include <sstream>
 #include <thread>
 
 #include "engine/calls.h"
@@ -103,6 +104,26 @@ TEST(Metrics, TextsQuoteNames) {
                         ",collective=\"broadcast\",kind=\"PeerLostError\"} 1\n"));
   EXPECT_THAT(jsonLine(origin, 1, {}, metrics.totals()),
               HasSubstr(R"("errors":[{"group":"a\"b\\c d","collective":"broadcast",)"));
+}
+
+TEST(Metrics, EverySampleBelongsToAFamilyThatIsDescribed) {
+  Metrics metrics;
+  metrics.group("g")->algorithm("allreduce", "ring").of(100).count(1500, 100);
+  metrics.group("g")->countError("broadcast", "PeerLostError");
+  metrics.group("g")->countStall();
+  std::istringstream text(prometheusText({.host = "h", .pid = 7, .rank = 0}, metrics.totals()));
+  std::string family;
+  for (std::string line; std::getline(text, line);) {
+    std::istringstream words(line);
+    std::string sign, word;
+    words >> sign >> word;
+    if (line.starts_with("# TYPE ")) {
+      words >> family;
+    } else if (!line.starts_with('#')) {
+      EXPECT_FALSE(family.empty());
+      EXPECT_TRUE(line.starts_with(family)) << line;
+    }
+  }
 }
 
 TEST(Metrics, ALineHasWhatIsNewSinceTheLast) {

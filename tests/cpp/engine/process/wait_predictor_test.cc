@@ -74,7 +74,8 @@ TEST(WaitPredictorTest, ExpectsCallersWhoHaveJustLeftOrJustReturned) {
 
 TEST(WaitPredictorTest, IsNotActiveWhenNothingHasBeenLeftForLong) {
   WaitPredictor predictor;
-  const Nanoseconds now = leaveAndReturn(predictor, 0, 1, WaitPredictor::kReturnsNeeded);
+  const Nanoseconds now =
+      leaveAndReturn(predictor, 2 * WaitPredictor::kActive, 1, WaitPredictor::kReturnsNeeded);
   EXPECT_TRUE(predictor.isActive(now));
   EXPECT_FALSE(predictor.isActive(now + WaitPredictor::kActive));
   EXPECT_TRUE(predictor.isConfident());
