@@ -524,6 +524,22 @@ TEST(Rendezvous, WhatARankFindsAfterwardsReachesThoseWhoAsk) {
   EXPECT_THAT(runRanks(firstRanks(2), [&](Rank me) { meet(store, me, 2, "again"); }), Each(""));
 }
 
+// A group meets twice if it needs the network. A rank may fail between the two.
+TEST(Rendezvous, WhatARankFindsBetweenTwoMeetingsIsHeardInTheSecond) {
+  LocalStore store;
+  const std::string text = "rank 1 has no network";
+  const auto errors = runRanks(firstRanks(2), [&](Rank me) {
+    Rendezvous first(store, "g", me, 2, kPlenty);
+    first.exchange(introduce(me, "first"));
+    if (me == 1) return first.tell(Error(ErrorKind::Transport, text));
+    Rendezvous second(store, "g.fabric", me, 2, kPlenty);
+    second.follow(first);
+    second.exchange(introduce(me, "second"));
+  });
+  EXPECT_EQ(errors[0], text);
+  EXPECT_EQ(errors[1], "");
+}
+
 TEST(Rendezvous, ARankOutOfRangeIsHeardOfByAll) {
   LocalStore store;
   const auto errors = runRanks({0, 2}, [&](Rank me) { meet(store, me, 2, "life"); });
