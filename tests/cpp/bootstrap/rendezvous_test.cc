@@ -524,6 +524,30 @@ TEST(Rendezvous, WhatARankFindsAfterwardsReachesThoseWhoAsk) {
   EXPECT_THAT(runRanks(firstRanks(2), [&](Rank me) { meet(store, me, 2, "again"); }), Each(""));
 }
 
+// A group meets twice if it needs the network. A rank may fail between the two.
+TEST(Rendezvous, WhatARankFindsBetweenTwoMeetingsIsHeardInTheSecond) {
+  const std::string text = "rank 1 has no network";
+  for (const bool meetsAgain : {false, true}) {
+    LocalStore store;
+    std::latch told(1);
+    const auto errors = runRanks(firstRanks(2), [&](Rank me) {
+      Rendezvous first(store, "g", me, 2, kPlenty);
+      first.exchange(introduce(me, "first"));
+      Rendezvous second(store, "g.fabric", me, 2, kPlenty);
+      second.follow(first);
+      if (me == 0 || meetsAgain) second.exchange(introduce(me, "second"));
+      if (me == 1) {
+        first.tell(Error(ErrorKind::Transport, text));
+        return told.count_down();
+      }
+      told.wait();
+      second.checkNotes();
+    });
+    EXPECT_EQ(errors[0], text);
+    EXPECT_EQ(errors[1], "");
+  }
+}
+
 TEST(Rendezvous, ARankOutOfRangeIsHeardOfByAll) {
   LocalStore store;
   const auto errors = runRanks({0, 2}, [&](Rank me) { meet(store, me, 2, "life"); });

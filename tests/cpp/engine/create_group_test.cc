@@ -134,6 +134,22 @@ TEST_P(LateRank, KeepsNoQuestions) {
       });
 }
 
+TEST(GroupEntry, OfAnotherSizeIsRefused) {
+  Introduction introduction;
+  introduction.pid = 17;
+  introduction.host = "there";
+  introduction.group = engine::team::GroupEntry().encode();
+  EXPECT_NO_THROW(engine::team::GroupEntry::decode(introduction));
+  introduction.group.pop_back();
+  try {
+    engine::team::GroupEntry::decode(introduction);
+    FAIL() << "a byte is missing";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::Transport);
+    EXPECT_THAT(error.what(), HasSubstr("pid 17 on there"));
+  }
+}
+
 // The process of a rank stops when it has told the others where it can be reached.
 class StoppingStore final : public bootstrap::Store {
  public:
