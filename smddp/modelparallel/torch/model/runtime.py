@@ -304,7 +304,8 @@ class ModelRuntime:
 
     def apply(self, decision: Decision) -> None:
         """Applies a decision on this rank."""
-        with self._as_outside_a_step():
+        # A later step may train, so what is made now must be able to have gradients.
+        with self._as_outside_a_step(), torch.inference_mode(False):
             self._apply(decision)
 
     @contextlib.contextmanager

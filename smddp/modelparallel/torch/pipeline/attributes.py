@@ -1,6 +1,6 @@
 """What code of a step sets as attributes of modules.
 
-Modules of other ranks do not see what is set here. Modules of this rank may keep tensors in their
+Modules may keep tensors in their
 attributes from one call to the next, such as the state of a recurrent layer. And they may set some
 for their caller, such as the loss of a mixture of experts: these go home with the result.
 """
@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import collections
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 
-from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.torch.activations.object_values import Change, ObjectValues
 from smddp.modelparallel.torch.pipeline.lazy import Lazy
 
-__all__ = ["Attributes", "CallAttributes"]
+__all__ = ["CallAttributes"]
 
-_PLAIN = (bool, int, float, str, type(None))
 # What messages can carry as an attribute: these values, tensors, and containers of such.
-_VALUES = (*_PLAIN, complex, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
+_VALUES = (
+    *(bool, int, float, complex, str, bytes, type(None)),
+    *(torch.dtype, torch.device, torch.Size, enum.Enum),
+)
 _CONTAINERS = (
     *(list, tuple, dict, set, frozenset),
     *(collections.deque, collections.OrderedDict),
@@ -31,62 +32,6 @@ _CONTAINERS = (
 # Attributes that every module has, and those that smp gives a module.
 _OWN = {*vars(nn.Module()), "forward", "_orig_forward"}
 _ABSENT = object()
-
-
-class Attributes:
-    """The attributes of all modules when a step begins.
-
-    Of settings, which are numbers, texts and the modules inside: a module may be given one by code
-    that runs where the module does not live.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        """Notes them."""
-        self._modules = modules
-        self._before = [_settings(module) for module in modules]
-
-    def taken(self, number: int, change: Change) -> None:
-        """Notes that a module's call on another rank has set attributes, which were set here."""
-        for name, value in change.attributes.items():
-            if type(value) in _PLAIN and name in _settings(self._modules[number]):
-                self._before[number][name] = value
-            else:
-                self._before[number].pop(name, None)
-        for name in change.removed:
-            self._before[number].pop(name, None)
-
-    def warn(
-        self, names: Sequence[str], owners: Sequence[int | None], rank: int, said: set[str]
-    ) -> None:
-        """Warns of the first one that has another value now, and is of a module elsewhere.
-
-        Args:
-            names: of the modules.
-            owners: of the modules.
-            rank: of this process in the pipeline.
-            said: the warnings of earlier steps, which are not given again; gets this one.
-        """
-        for module, before, name, owner in zip(
-            self._modules, self._before, names, owners, strict=True
-        ):
-            if owner in (None, rank):
-                continue
-            now = _settings(module)
-            if now == before:
-                continue
-            changed = sorted(
-                key for key in before.keys() | now.keys() if before.get(key) != now.get(key)
-            )
-            text = (
-                f"code of rank {rank} of the pipeline has set {', '.join(map(repr, changed))} of "
-                f"module {name!r} in the step. The module runs on rank {owner}, which does not see "
-                "that, and its results may be others than in one process. Set attributes and "
-                "modules before the step, on all ranks, or in the module's own forward method"
-            )
-            if text not in said:
-                said.add(text)
-                warn_user(text)
-            return
 
 
 class CallAttributes:
@@ -167,16 +112,6 @@ class CallAttributes:
         self.changed |= self._before.keys() - now.keys()
         removed = [name for name in (self._before.keys() | {*self._often}) if name not in now]
         return Change(None, found, removed) if found or removed else None
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    own = vars(module)
-    found = {
-        name: value
-        for name, value in own.items()
-        if type(value) in _PLAIN and name != "training" and not name.startswith("_")
-    }
-    return found | {name: id(inside) for name, inside in own["_modules"].items()}
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

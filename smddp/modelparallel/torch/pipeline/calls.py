@@ -219,7 +219,9 @@ class CallerSide:
             # sent to some of its members only.
             graph, graph_id = opened.graph(alive), next(self._graph_ids)
             reach = opened.reach or self._services.modules.reach(graph.calls)
-            known = _Known(graph, graph_id, reach, torch.zeros((), requires_grad=True))
+            with torch.inference_mode(False):  # a later call may need gradients
+                anchor = torch.zeros((), requires_grad=True)
+            known = _Known(graph, graph_id, reach, anchor)
             header = self._services.rank, graph_id, graph
             if all(self._services.send(member, Kind.GRAPH, header) for member in graph.members()):
                 self._known[signature] = known

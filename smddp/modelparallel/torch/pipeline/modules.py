@@ -33,7 +33,7 @@ from smddp.modelparallel.torch.common.structure import (
     replace_tensors,
     without_repeats,
 )
-from smddp.modelparallel.torch.pipeline.attributes import Attributes, CallAttributes
+from smddp.modelparallel.torch.pipeline.attributes import CallAttributes
 from smddp.modelparallel.torch.pipeline.calls import CallerSide, refuse_transforms
 from smddp.modelparallel.torch.pipeline.collector import KnownCall, predictable
 from smddp.modelparallel.torch.pipeline.frame import Frame
@@ -272,7 +272,7 @@ class Modules:
         # Structures found in this step. They are used from the next step on, so that all
         # microbatches of a step make the same calls, and pass every module in the same order.
         self._learned: dict[Any, Any] = {}
-        self._attributes: Attributes | None = None
+        self._is_watched = False  # this step
         self.shared: SharedState | None = None  # in a watched step
         # What the keepers and setters had in their attributes before the step.
         self._kept: dict[int, CallAttributes] = {}
@@ -340,12 +340,11 @@ class Modules:
             if returns is not None and self._changes[key] < _MAX_CHANGES:
                 self._with_structure[key] = KnownCall(key[0], key[1], key[2], returns, key[5])
         self._learned.clear()
-        if self._attributes is not None:
-            self._attributes.warn(self.names, self.owners, self._rank, self._said)
+        if self._is_watched:
             # What was set once only, such as a table, is not sent each time.
             for number, times in self._times_set.items():
                 self._often[number] = {name for name in times if times[name] > 1}
-            self._attributes = None
+            self._is_watched = False
         if self.shared is not None:
             self.keepers |= {one for one in self.shared.changed if one >= 0}
             self._shared_objects = self.shared.objects(changed=True)
@@ -362,7 +361,7 @@ class Modules:
         """
         # The second attempt of a first step is still the first that ends.
         self._looks = looks = looks or (again and self._looks)
-        self._attributes = Attributes(self.by_number) if looks else None
+        self._is_watched = looks
         if again:
             for before in self._kept.values():
                 before.restore()
@@ -391,16 +390,12 @@ class Modules:
             number: of the module that is called. The attributes may be of modules inside it.
             method: see `Call.method`.
         """
-        looks = self._attributes is not None
+        looks = self._is_watched
         if not (looks or self.setters) or method.startswith(_READS) or method == DIFFERENTIATE:
             return {}
         if self.shared is not None:
             self.shared.begin_call()
-        inside = self._inside.get(number)
-        if inside is None:
-            parts = self.by_number[number].modules()
-            inside = [self._numbers[id(part)] for part in parts if id(part) in self._numbers]
-            self._inside[number] = inside
+        inside = self._numbers_inside(number)
         return {
             one: CallAttributes(
                 self.names[one], self.by_number[one], often=self._often.setdefault(one, set())
@@ -408,6 +403,15 @@ class Modules:
             for one in inside
             if looks or one in self.setters
         }
+
+    def _numbers_inside(self, number: int) -> list[int]:
+        """Returns the numbers of a module and of those inside it."""
+        inside = self._inside.get(number)
+        if inside is None:
+            parts = self.by_number[number].modules()
+            inside = [self._numbers[id(part)] for part in parts if id(part) in self._numbers]
+            self._inside[number] = inside
+        return inside
 
     def note_attributes(
         self, attributes: Mapping[int, CallAttributes], reply: Reply, caller: int
@@ -427,7 +431,7 @@ class Modules:
             if one.changed:
                 times = self._times_set.setdefault(number, collections.Counter())
                 times.update(one.changed)
-                names = [n for n in one.changed if times[n] > 1 or self._attributes is not None]
+                names = [n for n in one.changed if times[n] > 1 or self._is_watched]
                 self._often.setdefault(number, set()).update(names)
             if one.in_place:
                 self._in_place.setdefault(number, set()).update(one.in_place)
@@ -452,8 +456,8 @@ class Modules:
         """
         for number, change in changes.items():
             make_change(self.by_number[number], change)
-            if self._attributes is not None:
-                self._attributes.taken(number, change)
+        if self.shared is not None:
+            self.shared.note_elsewhere()
 
     def _take_attributes(self, frame: Frame, changes: Mapping[int, Change]) -> None:
         """Does `set_attributes`, for code of a frame also after it has waited."""
@@ -714,7 +718,8 @@ class Modules:
         """Raises if code of this step has set modules of other ranks to train or eval.
 
         Args:
-            numbers: of modules that run on other ranks; None for all that live there.
+            numbers: of modules that run on other ranks, and those inside; None for all that live
+                there.
 
         Raises:
             SMPUsageError: it has, and these ranks do not know it.
@@ -724,6 +729,8 @@ class Modules:
             numbers = [n for n, owner in enumerate(self.owners) if owner not in (None, self._rank)]
         for number in numbers:
             training = self.by_number[number].training
+            if self.owners[number] == self._rank:
+                continue  # inside a module that runs elsewhere
             if flags is not None and training != bool(flags[number]):
                 raise SMPUsageError(
                     f"module {self.names[number]!r} runs on another rank of the pipeline than the "
@@ -831,7 +838,8 @@ class Modules:
     ) -> Any:
         reads = method.startswith(_READS)
         if not reads:
-            self.check_training((number,))
+            # To look at all parts in every call would take as long as a small message.
+            self.check_training(self._numbers_inside(number) if self._is_watched else (number,))
             self._check_hooks(number)
             if frame.replays:
                 raise OwnersHookError
@@ -894,6 +902,8 @@ class Modules:
         value = rebuild_reply(owner, found, tensors, objects, find)
         if type(value) is Reply:
             arguments.take(value, force)
+            if self.shared is not None:
+                self.shared.note_elsewhere()
             if value.objects is not None and value.objects[2]:
                 self._take_attributes(frame, value.objects[2])
         if self.waits is not None and not predictable(found):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextvars
 import dis
@@ -82,6 +83,9 @@ def has_attributes(value: Any) -> bool:
     """
     if isinstance(value, torch.Tensor | types.ModuleType | types.FunctionType | type):
         return False
+    # What libraries have for the attributes of others.
+    if isinstance(value, types.SimpleNamespace | argparse.Namespace):
+        return True
     return not is_of_library(type(value).__module__)
 
 

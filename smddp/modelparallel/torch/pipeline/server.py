@@ -139,6 +139,7 @@ class Server:
         # By caller_rank and graph_id; see `Origin`.
         self._graphs: dict[tuple[int, int], Graph] = {}
         self._runs: dict[_Key, _SegmentRun] = {}
+        self._ended: dict[_Key, int] = {}  # the microbatches of runs that have ended with them
         # FORWARD messages that have come before their graph, by its key in `_graphs`.
         self._early: dict[tuple[int, int], list[Message]] = {}
         # The microbatches that are under way here: how many segments of each have begun, and have
@@ -150,6 +151,7 @@ class Server:
         """Forgets what belongs to the step; the graphs stay known."""
         self._under_way.clear()
         self._runs.clear()
+        self._ended.clear()
         self._early.clear()
 
     def adopt(self, modules: Modules) -> None:
@@ -168,6 +170,7 @@ class Server:
         """Frees what is left here of a microbatch that has ended."""
         for key in [k for k, run in self._runs.items() if run.origin.microbatch == microbatch]:
             self._caller.drop(self._runs.pop(key).sent)
+            self._ended[key] = microbatch
         self._under_way.pop(microbatch, None)
         self._services.baton.wake()
 
@@ -228,8 +231,11 @@ class Server:
         if receiver == SOURCE:
             self._caller.on_gradients(sending, sender, message.tensors)
             return
-        run = self._runs.get((caller_rank, sending, receiver))
-        if run is None:  # freed by DONE or DROP
+        key = caller_rank, sending, receiver
+        if key in self._ended:
+            self._refuse_late(self._ended[key])
+        run = self._runs.get(key)
+        if run is None:  # freed by DROP
             return
         run.gradients[sender] = message.tensors
         if len(run.gradients) == len(run.out_of):
@@ -244,6 +250,23 @@ class Server:
             )
             work = functools.partial(self._backward, this=Pass(*this))
             self._submit(frame, run, work, None)
+
+    def _refuse_late(self, microbatch: int) -> None:
+        """Ends the step: the caller waits for gradients of a microbatch that has ended."""
+
+        def refuse() -> None:
+            raise SMPUsageError(
+                f"a backward pass through calls of modules on other ranks that microbatch "
+                f"{microbatch} has made, which has ended: another microbatch has found one of its "
+                "tensors, in a list or an attribute, for instance. Keep tensor.detach() there, or "
+                "do what needs several microbatches in one, with microbatches: 1"
+            )
+
+        task = Task(Priority(False, microbatch), refuse)
+        task.frame = Frame(
+            microbatch=microbatch, forward=False, path=(), name="", depth=0, grad=True
+        )
+        self._services.baton.submit(task)
 
     def on_drop(self, caller_rank: int, sending: int, graph_id: int, microbatch: int) -> None:
         """Forgets, in this step, a call graph that gets no gradients.
@@ -261,6 +284,7 @@ class Server:
             for target in range(len(graph.segments)):
                 run = self._runs.pop((caller_rank, sending, target), None)
                 if run is not None:
+                    self._ended[caller_rank, sending, target] = microbatch
                     self._end_under_way(run)
                     self._caller.drop(run.sent)
 

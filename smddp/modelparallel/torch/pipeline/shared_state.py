@@ -50,7 +50,8 @@ class _Entry:
         value: a container, an object, a module for its attributes, or a variable.
         users: the numbers of the modules whose code can get to it.
         before: what it held when it was last noted.
-        times: in how many microbatches it has changed before code waited.
+        times: in how many microbatches it has changed before code waited; of what only the body
+            uses, in how many it has changed.
         last: the last of these microbatches.
         changed: has it changed at all?
     """
@@ -101,6 +102,12 @@ class SharedState:
         self._warned = False
         self._microbatch = 0
         self._found: dict[Any, _Entry] = {}
+        self._of_model = {id(module) for module in modules}
+        self._with_buffers = {
+            id(module)
+            for number, module in enumerate(modules)
+            if module._buffers and self._waits_inside(number, module, modules)
+        }
         classes: dict[type, set[int]] = {}
         for number, module in enumerate(modules):
             classes.setdefault(type(module), set()).add(number)
@@ -139,7 +146,16 @@ class SharedState:
 
     def _note(self) -> None:
         for entry in self._found.values():
-            entry.before = _content(entry.value)
+            entry.before = self._content(entry.value)
+
+    def note_elsewhere(self) -> None:
+        """Notes what a call of another rank has brought home; that is no change of code here."""
+        for entry in self._found.values():
+            if self._users_elsewhere(entry):
+                entry.before = self._content(entry.value)
+
+    def _users_elsewhere(self, entry: _Entry) -> list[int]:
+        return [one for one in entry.users if self._owner(one) not in (None, self._rank)]
 
     def look(self, waits: bool) -> None:
         """Looks for changes; warns of the first one.
@@ -148,26 +164,35 @@ class SharedState:
             waits: code of the next microbatch may run before the code that runs now goes on.
         """
         for entry in self._found.values():
-            now = _content(entry.value)
+            now = self._content(entry.value)
             name = _difference(entry.before, now)
             if name is None:
                 continue
-            # What modules of other ranks set comes with results, and each microbatch finds its own.
-            elsewhere = [one for one in entry.users if self._owner(one) not in (None, self._rank)]
+            elsewhere = self._users_elsewhere(entry)
+            if elsewhere:
+                self._say_unseen(entry, name, elsewhere)
             if len(elsewhere) == len(entry.users):
+                entry.before = now
                 continue
             entry.changed = True
             self.changed |= entry.users
-            if elsewhere:
-                self._say_unseen(entry, name, elsewhere)
-            # A body knows that it runs once for each microbatch, and each has its ContextVars.
-            alone = entry.users == {_BODY} or isinstance(entry.value, contextvars.ContextVar)
-            if not waits or alone or entry.last == self._microbatch:
-                continue
-            entry.last = self._microbatch
-            entry.times += 1
-            if entry.times == 2:
-                self._say_order(entry, name)
+            if isinstance(entry.value, contextvars.ContextVar):
+                continue  # each microbatch has its own
+            if entry.users == {_BODY}:
+                # Bodies of microbatches run by turns. What one adds to a list it does not read.
+                if not _grown(entry.value, entry.before, now):
+                    self._note_time(entry, name)
+            elif waits:
+                self._note_time(entry, name)
+
+    def _note_time(self, entry: _Entry, name: str) -> None:
+        """Notes that a microbatch has changed it; in the second one, order matters."""
+        if entry.last == self._microbatch:
+            return
+        entry.last = self._microbatch
+        entry.times += 1
+        if entry.times == 2:
+            self._say_order(entry, name)
 
     def _owner(self, user: int) -> int | None:
         if user == _BODY:
@@ -179,10 +204,10 @@ class SharedState:
             return
         self.in_order = True
         warn_user(
-            f"code of a step changes what microbatches share ({_text(entry, name)}) and then waits "
-            "for another rank: the microbatches of this step function run one after the other, as "
-            "in one process. They overlap if the forward method keeps it in a local variable and "
-            "returns what its caller needs"
+            f"code of a step changes what microbatches share ({_text(entry, name)}), while others "
+            "of them run: the microbatches of this step function run one after the other, as in "
+            "one process. They overlap if the code keeps it in a local variable, and returns what "
+            "its caller needs"
         )
 
     def _say_unseen(self, entry: _Entry, name: str, elsewhere: Sequence[int]) -> None:
@@ -202,11 +227,30 @@ class SharedState:
             self._said.add(text)
             warn_user(text)
 
+    def _waits_inside(self, number: int, module: nn.Module, modules: Sequence[nn.Module]) -> bool:
+        """Says whether a module here has parts elsewhere, which its code waits for."""
+        if self._owner(number) != self._rank or not module._modules:
+            return False
+        inside = {id(part) for part in module.modules()}
+        return any(
+            id(part) in inside and self._owner(one) not in (None, self._rank)
+            for one, part in enumerate(modules)
+        )
+
+    def _content(self, value: Any) -> dict[Any, Any]:
+        found = _content(value)
+        if id(value) in self._with_buffers:
+            found |= {name: _state(one) for name, one in value._buffers.items()}
+        return found
+
     def _add(self, what: str, value: Any, users: set[int], depth: int) -> None:
         if depth > _DEEPEST or isinstance(value, (*_PLAIN, torch.Tensor, types.ModuleType)):
             return
-        if isinstance(value, nn.Module) and (depth or what):
-            return  # it has a number of its own, or is not of the model
+        if isinstance(value, nn.Module):
+            if (id(value) in self._of_model and (depth or what)) or _is_of_smp(value):
+                return  # it has a number of its own
+            if id(value) not in self._of_model:
+                self._with_buffers.add(id(value))
         if self._note_users(id(value), what, value, users):
             return
         if isinstance(value, types.FunctionType) and not is_of_library(value.__module__):
@@ -231,6 +275,10 @@ class _DefaultDtype:
 
 
 _DEFAULT_DTYPE = _DefaultDtype()
+
+
+def _is_of_smp(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("smddp.")
 
 
 def _named(what: str, name: str, value: Any) -> str:
@@ -267,7 +315,8 @@ def _content(value: Any) -> dict[Any, Any]:
         return dict.fromkeys(value)
     if isinstance(value, nn.Module):
         own = vars(value)
-        return {name: _state(one) for name, one in own.items() if name not in OF_TORCH}
+        found = {name: _state(one) for name, one in own.items() if name not in OF_TORCH}
+        return found | own["_modules"]
     if isinstance(value, contextvars.ContextVar):
         return {"": _state(value.get(None))}
     if isinstance(value, Variable):
@@ -275,7 +324,9 @@ def _content(value: Any) -> dict[Any, Any]:
     if value is _DEFAULT_DTYPE:
         return {"": torch.get_default_dtype()}
     if isinstance(value, type):
-        return {name: _state(one) for name, one in vars(value).items()}
+        # Python adds names with underscores, such as __slotnames__ when an object is pickled.
+        own = vars(value)
+        return {name: _state(one) for name, one in own.items() if not name.startswith("__")}
     if has_attributes(value):
         return {name: _state(one) for name, one in attributes_of(value).items()}
     return {}
@@ -283,6 +334,11 @@ def _content(value: Any) -> dict[Any, Any]:
 
 def _state(value: Any) -> Any:
     return (value, version_of(value)) if type(value) is torch.Tensor else value
+
+
+def _grown(value: Any, before: dict[Any, Any], now: dict[Any, Any]) -> bool:
+    """Says whether something has only been added to a list."""
+    return isinstance(value, list) and all(now.get(at) is one for at, one in before.items())
 
 
 def _difference(before: dict[Any, Any], now: dict[Any, Any]) -> str | None:
