@@ -314,9 +314,8 @@ def _content(value: Any) -> dict[Any, Any]:
     if isinstance(value, set):
         return dict.fromkeys(value)
     if isinstance(value, nn.Module):
-        own = vars(value)
-        found = {name: _state(one) for name, one in own.items() if name not in OF_TORCH}
-        return found | own["_modules"]
+        own = {name: _state(one) for name, one in vars(value).items() if name not in OF_TORCH}
+        return {**own, **value._modules}
     if isinstance(value, contextvars.ContextVar):
         return {"": _state(value.get(None))}
     if isinstance(value, Variable):
@@ -325,8 +324,8 @@ def _content(value: Any) -> dict[Any, Any]:
         return {"": torch.get_default_dtype()}
     if isinstance(value, type):
         # Python adds names with underscores, such as __slotnames__ when an object is pickled.
-        own = vars(value)
-        return {name: _state(one) for name, one in own.items() if not name.startswith("__")}
+        found = vars(value).items()
+        return {name: _state(one) for name, one in found if not name.startswith("__")}
     if has_attributes(value):
         return {name: _state(one) for name, one in attributes_of(value).items()}
     return {}
