@@ -169,11 +169,17 @@ std::shared_ptr<groups::Group> Engine::createGroup(const groups::GroupSpec& spec
                                                    groups::Meeting& meeting) {
   std::optional<groups::Place> place;
   std::optional<groups::Members> members;
+  std::optional<uint64_t> id;
   std::shared_ptr<groups::Group> group;
   const auto giveUp = [&](const Error& mine) {
-    // Mates that have joined read it before their first call; other ranks still listen to the meeting.
+    // Ranks that have joined listen to the meeting no longer: mates read this before their first call, and others get
+    // it when they ask for this rank.
     if (members && !group) {
-      progress_.call([&] { place->region->publishBreak({1, mine}); });
+      progress_.call([&] {
+        const calls::Break broken{1, mine};
+        place->region->publishBreak(broken);
+        if (id) groups_.refuse(*id, health::makeAbort(*id, broken));
+      });
     }
     const Error error = meeting.tell(mine);
     if (group) destroyGroup(group);
@@ -182,6 +188,7 @@ std::shared_ptr<groups::Group> Engine::createGroup(const groups::GroupSpec& spec
   try {
     place.emplace(reserve(spec));
     members.emplace(meeting.exchange(place->introduction));
+    id = members->groupId();
     group = join(*place, *members);
     meeting.complete();
     return group;

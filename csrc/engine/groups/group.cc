@@ -76,7 +76,7 @@ team::Membership membershipOf(process::Process& process, const GroupSpec& spec,
   const auto& introductions = members.introductions;
   team::Membership result{.name = spec.name,
                           .ofCallbacks = spec.ofCallbacks,
-                          .group = team::GroupEntry::decode(introductions.front()).groupId,
+                          .group = members.groupId(),
                           .topology = plan::Topology::fromNames(members.nodeOfRank, spec.me),
                           .peers = {},
                           .jobRanks = spec.jobRanks,

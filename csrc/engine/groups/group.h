@@ -65,6 +65,9 @@ struct Place {
 struct Members {
   std::vector<bootstrap::Introduction> introductions;
   std::vector<std::string> nodeOfRank;  // ranks with equal names share a node
+
+  // The number of the group, which is that of rank 0. Throws if another process has sent what is none.
+  uint64_t groupId() const { return team::GroupEntry::decode(introductions.front()).groupId; }
 };
 
 class Group final {

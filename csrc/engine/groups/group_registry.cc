@@ -40,6 +40,12 @@ void GroupRegistry::add(const std::shared_ptr<Group>& group) {
     dispatch(*message.from, message.bytes);
 }
 
+void GroupRegistry::refuse(uint64_t id, std::vector<std::byte> farewell) {
+  ownership_.assertOwned();
+  takeEarly(id);
+  closed_.insert(id, std::move(farewell));
+}
+
 void GroupRegistry::leave(const std::shared_ptr<Group>& group) {
   ownership_.assertOwned();
   const auto found = joined_.find(group->membership.group);

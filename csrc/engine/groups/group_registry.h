@@ -57,6 +57,8 @@ class GroupRegistry {
     ownership_.assertOwned();
     return active_.empty();
   }
+  // This rank could not make the group of this number. Ranks that have made it, and wait for this one, get `farewell`.
+  void refuse(uint64_t id, std::vector<std::byte> farewell);
   bool isActiveAcrossNodes() const;
   // Does what can be done now for what is in flight; true when anything advanced.
   bool advance();
@@ -101,8 +103,8 @@ class GroupRegistry {
   calls::Leftovers ofEndedGroups_ SMDDP_GUARDED_BY(ownership_);
   std::deque<EarlyMessage> early_ SMDDP_GUARDED_BY(ownership_);  // oldest first
   size_t earlyBytes_ SMDDP_GUARDED_BY(ownership_) = 0;           // their memory
-  // Groups that were freed, with what ranks are told that wait for this one, and those that had too many early
-  // messages, with nothing: no message to them is kept.
+  // Groups that take no messages any more. The value is sent to ranks that wait for this one there. Those that were
+  // freed or refused have one; those that had too many early messages have none.
   RecentMap<std::vector<std::byte>> closed_ SMDDP_GUARDED_BY(ownership_);
   bool checksIdleGroups_ SMDDP_GUARDED_BY(ownership_) = false;
   bool hasLeftAll_ SMDDP_GUARDED_BY(ownership_) = false;

@@ -20,13 +20,6 @@ struct AbortHead {
   int32_t noticedBy = -1;
 };
 
-std::vector<std::byte> makeAbort(uint64_t group, const calls::Break& broken) {
-  const AbortHead head{static_cast<uint32_t>(broken.cause.kind()), broken.lost, broken.noticedBy};
-  std::string text(sizeof head, '\0');
-  std::memcpy(text.data(), &head, sizeof head);
-  return transport::makeAbort(group, broken.firstBroken, text + broken.cause.what());
-}
-
 // The numbers in `broken` come from another process, and may be invalid.
 calls::Break checked(calls::Break broken, int numRanks) {
   const auto isRank = [&](Rank rank) { return rank >= 0 && rank < numRanks; };
@@ -36,6 +29,13 @@ calls::Break checked(calls::Break broken, int numRanks) {
 }
 
 }  // namespace
+
+std::vector<std::byte> makeAbort(uint64_t group, const calls::Break& broken) {
+  const AbortHead head{static_cast<uint32_t>(broken.cause.kind()), broken.lost, broken.noticedBy};
+  std::string text(sizeof head, '\0');
+  std::memcpy(text.data(), &head, sizeof head);
+  return transport::makeAbort(group, broken.firstBroken, text + broken.cause.what());
+}
 
 Sentinel::Sentinel(process::Process& process, const team::Membership& membership, team::Team& team,
                    plans::Channels& channels, team::CallHistory& calls,

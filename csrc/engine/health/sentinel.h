@@ -30,6 +30,9 @@
 
 namespace smddp::engine::health {
 
+// The message that ends a group on other ranks, with the error of `broken`.
+std::vector<std::byte> makeAbort(uint64_t group, const calls::Break& broken);
+
 class Sentinel {
  public:
   // The arguments outlive the sentinel; `metrics` may be null.

@@ -203,5 +203,60 @@ TEST(CreateGroup, SaysWhoDoesNotConnectInTime) {
   EXPECT_TRUE(errors[1]);
 }
 
+// Rank 0 gets an entry of rank 1 that it cannot read, when rank 1 has already made the group.
+class SpoiledMeeting final : public engine::groups::Meeting {
+ public:
+  struct Shared {
+    std::vector<Introduction> introductions{2};
+    std::vector<std::string> nodes;
+    std::latch met{2}, made{1};
+  };
+  SpoiledMeeting(Shared& shared, Rank me) : shared_(shared), me_(me) {}
+  engine::groups::Members exchange(const Introduction& mine) override {
+    shared_.introductions[static_cast<size_t>(me_)] = mine;
+    shared_.met.arrive_and_wait();
+    engine::groups::Members members{shared_.introductions, shared_.nodes};
+    if (me_ == 1) return members;
+    shared_.made.wait();
+    members.introductions[1].group.pop_back();
+    return members;
+  }
+  void complete() override { shared_.made.count_down(); }
+  Error tell(const Error& error) noexcept override { return error; }
+
+ private:
+  Shared& shared_;
+  const Rank me_;
+};
+
+class HalfMade : public testing::TestWithParam<std::vector<int>> {};
+
+// Nothing else tells rank 1: it no longer waits for the others, and rank 0 lives on.
+TEST_P(HalfMade, TheFirstCallSaysWhoCouldNotJoin) {
+  const Watchdog watchdog;
+  SpoiledMeeting::Shared shared;
+  shared.nodes = {"node0", GetParam().size() == 1 ? "node0" : "node1"};
+  std::latch areDone(2);
+  runRanks(GetParam(), [&](RankContext& rank) {
+    SpoiledMeeting meeting(shared, rank.rank);
+    const engine::groups::GroupSpec spec{"half", rank.rank, rank.size};
+    if (rank.rank == 0) {
+      EXPECT_THROW(rank.engine.createGroup(spec, meeting), Error);
+    } else {
+      const auto group = rank.engine.createGroup(spec, meeting);
+      auto request = barrier();
+      request.timeout = kTimeout;
+      const auto completion = rank.engine.submit(*group, std::move(request));
+      rank.engine.wait(*group, *completion);
+      ASSERT_TRUE(completion->error());
+      EXPECT_THAT(completion->error()->what(), HasSubstr("cannot join group \"half\""));
+    }
+    areDone.arrive_and_wait();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, HalfMade,
+                         testing::Values(std::vector<int>{2}, std::vector<int>{1, 1}));
+
 }  // namespace
 }  // namespace smddp::test
