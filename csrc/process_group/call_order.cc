@@ -12,6 +12,12 @@ std::shared_ptr<CallOrder>& ofThisThread() {
   return order;
 }
 
+// The queue whose callbacks this thread runs; null: none.
+const FutureQueue*& runningHere() {
+  thread_local const FutureQueue* queue = nullptr;
+  return queue;
+}
+
 }  // namespace
 
 // --- FutureQueue ------------------------------------------------------------------------------------------
@@ -35,14 +41,34 @@ void FutureQueue::wake() {
   engine_->progress().runBlocking([self = shared_from_this()] { self->run(); });
 }
 
-void FutureQueue::run() {
-  while (const auto work = next()) {
-    try {
-      work->finishFuture();
-    } catch (const std::exception& error) {
-      SMDDP_LOG(Warn, "process_group", "a callback threw: {}", error.what());
-    }
+void FutureQueue::finish(Work& work) {
+  if (runningHere() == this) return work.finishFuture();
+  {
+    const std::lock_guard lock(mutex_);
+    if (isRunning_ || waiting_.empty() || waiting_.front().get() != &work) return;
+    isRunning_ = true;
+    waiting_.pop_front();
   }
+  finishNext(work);
+  {
+    const std::lock_guard lock(mutex_);
+    isRunning_ = false;
+  }
+  wake();
+}
+
+void FutureQueue::run() {
+  while (const auto work = next()) finishNext(*work);
+}
+
+void FutureQueue::finishNext(Work& work) {
+  const auto* outer = std::exchange(runningHere(), this);
+  try {
+    work.finishFuture();
+  } catch (const std::exception& error) {
+    SMDDP_LOG(Warn, "process_group", "a callback threw: {}", error.what());
+  }
+  runningHere() = outer;
 }
 
 c10::intrusive_ptr<Work> FutureQueue::next() {

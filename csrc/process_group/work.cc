@@ -165,7 +165,12 @@ bool Work::wait(std::chrono::milliseconds timeout) {
     }
     settle();
     if (const auto future = futureIfAny()) {
-      finishFuture();
+      if (call_.order) {
+        // Not here if another call is before it: callbacks have one order on all ranks, which may wait in others.
+        call_.order->futures->finish(*this);
+      } else {
+        finishFuture();
+      }
       // Another thread may be about to complete it.
       future->wait();
     }

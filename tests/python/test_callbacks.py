@@ -228,6 +228,39 @@ def _random_programs(seeds: list[int]) -> None:
             dist.barrier()
 
 
+def _waits_in_another_order() -> None:
+    """Each rank waits for the calls in another order. Their callbacks still run in one."""
+    with ranks.job():
+        sums: dict[str, float] = {}
+
+        def add(name: str, value: float) -> Callable[[Any], None]:
+            def run(_: Any) -> None:
+                tensor = torch.full((8,), value)
+                dist.all_reduce(tensor)
+                sums[name] = float(tensor[0])
+
+            return run
+
+        for _ in range(100):
+            sums.clear()
+            works = [dist.all_reduce(torch.ones(8), async_op=True) for _ in range(3)]
+            futures = [
+                work.get_future().then(add(str(number), 10.0**number))
+                for number, work in enumerate(works)
+            ]
+            for number in range(3):
+                works[(number + dist.get_rank()) % 3].wait()
+            for future in futures:
+                future.wait()
+            expected = {str(number): 10.0**number * dist.get_world_size() for number in range(3)}
+            assert sums == expected
+
+
+@layouts
+def test_callbacks_of_calls_that_ranks_wait_for_in_any_order(layout: str) -> None:
+    ranks.check_ranks(_waits_in_another_order, layout)
+
+
 @layouts
 def test_collectives_in_callbacks(layout: str) -> None:
     seeds = ranks.rotating_or_all(list(range(200)), 10)
