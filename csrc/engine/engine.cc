@@ -178,7 +178,7 @@ std::shared_ptr<groups::Group> Engine::createGroup(const groups::GroupSpec& spec
       progress_.call([&] {
         const calls::Break broken{1, mine};
         place->region->publishBreak(broken);
-        if (id) groups_.refuse(*id, health::makeAbort(*id, broken));
+        if (id) groups_.refuse(*id, broken);
       });
     }
     const Error error = meeting.tell(mine);

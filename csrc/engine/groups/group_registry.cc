@@ -40,10 +40,10 @@ void GroupRegistry::add(const std::shared_ptr<Group>& group) {
     dispatch(*message.from, message.bytes);
 }
 
-void GroupRegistry::refuse(uint64_t id, std::vector<std::byte> farewell) {
+void GroupRegistry::refuse(uint64_t id, const calls::Break& broken) {
   ownership_.assertOwned();
   takeEarly(id);
-  closed_.insert(id, std::move(farewell));
+  closed_.insert(id, health::makeAbort(id, broken));
 }
 
 void GroupRegistry::leave(const std::shared_ptr<Group>& group) {

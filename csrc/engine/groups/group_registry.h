@@ -57,8 +57,8 @@ class GroupRegistry {
     ownership_.assertOwned();
     return active_.empty();
   }
-  // This rank could not make the group of this number. Ranks that have made it, and wait for this one, get `farewell`.
-  void refuse(uint64_t id, std::vector<std::byte> farewell);
+  // This rank could not make the group of this number. Ranks that have made it, and wait for this one, get the error.
+  void refuse(uint64_t id, const calls::Break& broken);
   bool isActiveAcrossNodes() const;
   // Does what can be done now for what is in flight; true when anything advanced.
   bool advance();
