@@ -3,14 +3,14 @@
 // Each call has one of these. Whoever may still touch the tensors holds it; the last holder that drops it frees them.
 //
 //   holder                     holds it
-//   Work                       until it is dropped. A Work of coalesced calls holds the Works of these
-//   operations of the engine   from submission until they have ended (Request::keepAlive). Dropped by the thread that
-//                              ended the operation, when it does not own the engine
-//   the engine's group         after an operation has failed, until nobody can reach the memory of the group: until
-//                              then the network may read the tensors, and ranks of the node may write to them
-//   DeviceTurns                until the call has ended on the device that carries it out
+//   Work                       until it is dropped: by the caller, and by the queue of futures (call_order.h), if
+//                              somebody has asked for its future. A Work of coalesced calls holds their Works
+//   operations of the engine   until they have ended (Request::keepAlive). The thread that ended one drops it, when it
+//                              does not own the engine
+//   the engine's group         after a failure, until no rank and no network can reach the memory of the group
+//   DeviceTurns                until the call has ended on the device
 //   DeviceCopies               until nothing more is enqueued for the call
-//   keepForGood()              until the process ends: after an error, what a device or another rank may still touch
+//   keepForGood()              until the process ends, after an error of a device
 //
 // So a caller may drop its tensors and the Work as soon as the call has returned or thrown. Torch's future has
 // references of its own to the outputs, once it is completed. Operations whose buffers are no tensors of a caller hold

@@ -15,6 +15,7 @@
 #include "engine/process/process.h"
 #include "hostile_transport.h"
 #include "script.h"
+#include "support/small_settings.h"
 
 namespace {
 
@@ -26,18 +27,6 @@ using transport::ControlHeader;
 using Blob = std::vector<std::byte>;
 
 constexpr Nanoseconds kTimeout = 1'000'000'000;
-
-// Small limits, so that a group fits into a small slab, and a few kilobytes take many chunks.
-Settings smallLimits() {
-  Settings settings;
-  settings.nodeId = "a";
-  settings.chunkBytes = 1024;
-  settings.fabricChunkBytes = 2048;
-  settings.poolBytes = 16384;
-  settings.oneShotBytes = 512;
-  settings.fusionBytes = 512;
-  return settings;
-}
 
 class ScriptClock final : public Clock {
  public:
@@ -54,7 +43,8 @@ struct Player {
   Player(Rank me, int size, const std::shared_ptr<ScriptClock>& clock) {
     (void)ownership.tryAcquire();
     process::Process::Options options;
-    options.settings = smallLimits();
+    options.settings = test::smallSettings();
+    options.settings.nodeId = "a";
     options.clock = clock;
     options.fabric = [this] {
       auto made = std::make_unique<HostileTransport>();

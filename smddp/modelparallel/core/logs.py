@@ -7,15 +7,27 @@ import sys
 import threading
 import types
 import warnings
+from collections.abc import Sequence
 
-__all__ = ["log", "make_visible", "warn_user"]
+__all__ = ["frame_outside", "log", "make_visible", "warn_user"]
 
 log = logging.getLogger("smddp.modelparallel")
 
 # Packages whose code stands between the user's and the place that warns.
-_BETWEEN = frozenset(
-    {"smddp", "smdistributed", "torch", "tensorflow", "keras", "contextlib", "threading"}
-)
+_BETWEEN = ("smddp", "smdistributed", "torch", "tensorflow", "keras", "contextlib", "threading")
+
+
+def frame_outside(frame: types.FrameType | None, packages: Sequence[str]) -> types.FrameType | None:
+    """Returns the innermost frame whose code is in none of some packages; None if there is none.
+
+    Args:
+        frame: to begin with.
+        packages: names of packages or modules. Those inside them belong to them.
+    """
+    prefixes = tuple(f"{name}." for name in packages)
+    while frame is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(prefixes):
+        frame = frame.f_back
+    return frame
 
 
 def warn_user(text: str) -> None:
@@ -27,8 +39,9 @@ def warn_user(text: str) -> None:
     Args:
         text: of the warning.
     """
+    here = sys._getframe()
     main = sys._current_frames().get(threading.main_thread().ident or 0)
-    frame = _of_user(sys._getframe()) or _of_user(main) or sys._getframe()
+    frame = frame_outside(here, _BETWEEN) or frame_outside(main, _BETWEEN) or here
     warnings.warn_explicit(
         text,
         UserWarning,
@@ -37,16 +50,6 @@ def warn_user(text: str) -> None:
         frame.f_globals.get("__name__"),
         frame.f_globals.setdefault("__warningregistry__", {}),
     )
-
-
-def _of_user(frame: types.FrameType | None) -> types.FrameType | None:
-    while frame is not None and _package_of(frame) in _BETWEEN:
-        frame = frame.f_back
-    return frame
-
-
-def _package_of(frame: types.FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def make_visible() -> None:

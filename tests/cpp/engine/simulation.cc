@@ -6,22 +6,12 @@
 #include <bit>
 #include <cmath>
 
+#include "support/small_settings.h"
 #include "transport/sim/sim_transport.h"
 #include "transport/striped_transport.h"
 
 namespace smddp::test {
 namespace {
-
-// Small limits, so that vectors of a few kilobytes take many chunks and the windows are always full.
-Settings smallLimits() {
-  Settings settings;
-  settings.chunkBytes = 1024;
-  settings.fabricChunkBytes = 2048;
-  settings.poolBytes = 16384;
-  settings.oneShotBytes = 512;
-  settings.fusionBytes = 512;
-  return settings;
-}
 
 class SimClock final : public Clock {
  public:
@@ -92,7 +82,7 @@ void Simulation::makePlayers() {
     };
     options.process.id.emplace();
     for (auto& byte : *options.process.id) byte = static_cast<std::byte>(random_.next());
-    options.process.settings = smallLimits();
+    options.process.settings = smallSettings();
     options.process.settings.nodeId = nodes_[rank];
     options.process.settings.algorithm = algorithm_;
     options.process.slabBytes = size_t{64} << 20;

@@ -11,15 +11,6 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using Kind = Verdict::Kind;
 
-Limits smallLimits() {
-  Limits limits;
-  limits.chunkBytes = 128;
-  limits.messageBytes = 128;
-  limits.window = 2;
-  limits.halfBytes = 4096;
-  return limits;
-}
-
 const Nodes kOneNode = makeNodes(1, 3);
 const Nodes kTwoNodes = makeNodes(2, 1);
 // Four full chunks, and a last one that is no multiple of a granule.

@@ -25,6 +25,15 @@ void forgetArrival(Plan& plan) {
 
 }  // namespace
 
+Limits smallLimits() {
+  Limits limits;
+  limits.chunkBytes = 128;
+  limits.messageBytes = 128;
+  limits.window = 2;
+  limits.halfBytes = 4096;
+  return limits;
+}
+
 Nodes makeNodes(int nodes, int local) {
   Nodes all(static_cast<size_t>(nodes));
   for (Rank r = 0; r < nodes * local; ++r) all[static_cast<size_t>(r / local)].push_back(r);

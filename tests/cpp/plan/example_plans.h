@@ -12,6 +12,9 @@ using Nodes = std::vector<std::vector<Rank>>;
 // nodes x local ranks, numbered node by node.
 Nodes makeNodes(int nodes, int local);
 
+// With these, vectors of some hundred bytes take many chunks.
+Limits smallLimits();
+
 enum class Mistake {
   None,
   MissingWait,        // the reduction does not wait for the mates' contributions

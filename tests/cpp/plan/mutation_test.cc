@@ -7,15 +7,6 @@
 namespace smddp::plan {
 namespace {
 
-Limits smallLimits() {
-  Limits limits;
-  limits.chunkBytes = 128;
-  limits.messageBytes = 128;
-  limits.window = 2;
-  limits.halfBytes = 4096;
-  return limits;
-}
-
 void expectMostFound(const Nodes& nodes, const Execution& execution, int least) {
   const MutationReport report = checkMutations(nodes, smallLimits(), execution);
   EXPECT_GE(report.tried, least);

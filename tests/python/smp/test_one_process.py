@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from ranks import check_ranks
+from smp.common import BY_HAND
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.core.errors import SMPError, SMPMicrobatchError
 
 pytestmark = pytest.mark.multiprocess
-
-MANUAL = {"auto_partition": False, "default_partition": 0}
 
 
 class Late(nn.Module):
@@ -37,7 +36,7 @@ class Late(nn.Module):
 
 def pairs(pp: int, last: int) -> Any:
     """Trains a model that is called three times, and returns its statistics."""
-    smp.init({"partitions": pp, "microbatches": 4, "active_microbatches": 3, **MANUAL})
+    smp.init({"partitions": pp, "microbatches": 4, "active_microbatches": 3, **BY_HAND})
     torch.manual_seed(0)
     norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=0.5))
     module = nn.Sequential(Late(), norm, nn.Linear(4, 2))
@@ -90,7 +89,7 @@ class Keeps(nn.Module):
 
 def recurrent(pp: int, last: int) -> Any:
     """Returns losses of a model that is called three times."""
-    smp.init({"partitions": pp, "microbatches": 4, "active_microbatches": 3, **MANUAL})
+    smp.init({"partitions": pp, "microbatches": 4, "active_microbatches": 3, **BY_HAND})
     torch.manual_seed(0)
     module = nn.Sequential(Late(), Keeps(), nn.Linear(4, 2))
     model = smp.DistributedModel(module)
@@ -153,7 +152,7 @@ _SEEN: contextvars.ContextVar[list[Tensor]] = contextvars.ContextVar("seen")
 
 def collected(pp: int, places: tuple[int, int, int], how: str) -> Any:
     """Returns losses and gradients' norms of a model whose hooks fill a list."""
-    smp.init({"partitions": pp, "microbatches": 4, "active_microbatches": 3, **MANUAL})
+    smp.init({"partitions": pp, "microbatches": 4, "active_microbatches": 3, **BY_HAND})
     _SEEN.set([])
     torch.manual_seed(0)
     module = Collects(how)
@@ -200,7 +199,7 @@ class Counts(nn.Module):
 
 def begun_late(pp: int) -> Any:
     """Returns losses of a model whose code begins in step 4 to change what microbatches share."""
-    smp.init({"partitions": pp, "microbatches": 4, "active_microbatches": 3, **MANUAL})
+    smp.init({"partitions": pp, "microbatches": 4, "active_microbatches": 3, **BY_HAND})
     torch.manual_seed(0)
     module = Counts()
     model = smp.DistributedModel(module)
@@ -288,7 +287,7 @@ class Reads(nn.Module):
 
 def read(pp: int, places: tuple[int, int, int, int]) -> Any:
     """Returns losses and gradients, what a body finds in attributes, and the warnings."""
-    smp.init({"partitions": pp, "microbatches": 4, "active_microbatches": 3, **MANUAL})
+    smp.init({"partitions": pp, "microbatches": 4, "active_microbatches": 3, **BY_HAND})
     torch.manual_seed(0)
     module = Reads()
     first, holds, last = module.layers
@@ -399,7 +398,7 @@ class Sets(nn.Module):
 
 def unseen(how: str) -> list[str]:
     """Returns the warnings of a model whose layer on rank 1 uses what code of rank 0 has set."""
-    smp.init({"partitions": 2, "microbatches": 2, **MANUAL})
+    smp.init({"partitions": 2, "microbatches": 2, **BY_HAND})
     module = Sets(how)
     model = smp.DistributedModel(module)
     smp.set_partition(module.scaled, 1)
@@ -474,7 +473,7 @@ class ChangesOne(nn.Module):
 
 
 def changes_one(pp: int) -> Any:
-    smp.init({"partitions": pp, "microbatches": 2, **MANUAL})
+    smp.init({"partitions": pp, "microbatches": 2, **BY_HAND})
     torch.manual_seed(0)
     module = ChangesOne()
     model = smp.DistributedModel(module)
@@ -516,7 +515,7 @@ class KeepsLate(nn.Module):
 
 
 def keeps_late(pp: int) -> Any:
-    smp.init({"partitions": pp, "microbatches": 4, **MANUAL})
+    smp.init({"partitions": pp, "microbatches": 4, **BY_HAND})
     torch.manual_seed(0)
     module = KeepsLate()
     model = smp.DistributedModel(module)
@@ -557,7 +556,7 @@ class SaysOther(nn.Linear):
 
 
 def says_other() -> list[str]:
-    smp.init({"partitions": 2, "microbatches": 2, **MANUAL})
+    smp.init({"partitions": 2, "microbatches": 2, **BY_HAND})
     module = nn.Sequential(nn.Linear(4, 4), SaysOther(4, 4))
     model = smp.DistributedModel(module)
     smp.set_partition(module[1], 1)
@@ -603,7 +602,7 @@ class Makes(nn.Module):
 
 
 def made(seen: bool) -> str:
-    smp.init({"partitions": 2, "microbatches": 2, **MANUAL})
+    smp.init({"partitions": 2, "microbatches": 2, **BY_HAND})
     module = nn.Sequential(nn.Linear(4, 4), Makes(seen))
     model = smp.DistributedModel(module)
     smp.set_partition(module[1], 1)
@@ -630,7 +629,7 @@ def test_a_parameter_that_a_forward_makes_is_named() -> None:
 
 
 def outside() -> Any:
-    smp.init({"partitions": 2, "microbatches": 2, **MANUAL})
+    smp.init({"partitions": 2, "microbatches": 2, **BY_HAND})
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     temperature = nn.Parameter(torch.ones(()))
     model = smp.DistributedModel(module)

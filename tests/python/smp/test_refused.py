@@ -11,7 +11,7 @@ import pytest
 import torch
 from on_ranks import on_ranks
 from ranks import check_ranks
-from smp.common import squares, sums
+from smp.common import BY_HAND, squares, sums
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -413,9 +413,6 @@ def tied_by_memory(parts: int, delayed: bool, config: dict[str, Any]) -> Any:
     return dict(model.state_dict())
 
 
-MANUAL = {"auto_partition": False, "default_partition": 0}
-
-
 @pytest.mark.parametrize(
     ("parts", "delayed", "config"),
     [
@@ -455,7 +452,7 @@ def torn_apart(config: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"partitions": 2, **MANUAL}, "'weight' of 'last' is shared with a module of partition 0"),
+        ({"partitions": 2, **BY_HAND}, "'weight' of 'last' is shared with a module of partition 0"),
         ({"partitions": 2}, "'weight' of 'last' is shared with a module of partition 0"),
         (
             {

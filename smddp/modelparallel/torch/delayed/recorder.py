@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from smddp.modelparallel.core.errors import SMPUsageError
+from smddp.modelparallel.core.logs import frame_outside
 from smddp.modelparallel.torch.delayed.record import (
     Call,
     Constant,
@@ -564,10 +565,7 @@ def _generator(leaves: Sequence[Any], device: torch.device) -> torch.Generator:
 
 def _place() -> str:
     """Returns file and line of the code outside torch that is running."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not f"{module}.".startswith(("torch.", "smddp.modelparallel.torch.delayed.")):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
+    frame = frame_outside(sys._getframe(1), ("torch", "smddp.modelparallel.torch.delayed"))
+    if frame is not None:
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return "unknown place"

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,11 +20,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from smddp.modelparallel.core.logs import frame_outside
+
 __all__ = ["Watch", "paused", "unwatched"]
 
 _Marks = frozenset[int]
 _NOTHING: _Marks = frozenset()
-_TORCH = os.path.dirname(torch.__file__)
 
 _paused = False
 
@@ -179,9 +178,7 @@ class Watch(TorchFunctionMode):
 
 def _where() -> str:
     """Returns the line of the optimizer's code that runs."""
-    frame: Any = sys._getframe()
-    for one, line in traceback.walk_stack(frame):
-        path = one.f_code.co_filename
-        if path != __file__ and not path.startswith(_TORCH):
-            return f"{path}:{line}"
+    frame = frame_outside(sys._getframe(), (__name__, "torch"))
+    if frame is not None:
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return "a function of torch"

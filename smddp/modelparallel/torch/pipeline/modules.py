@@ -235,7 +235,7 @@ class Modules:
         self._in_place: dict[int, set[str]] = {}
         self._lost: set[tuple[int, str]] = set()
         self._said: set[str] = set()  # warnings that are given once
-        self._looks = False
+        self._is_watched = False  # this step, or the last one
         self._warned: set[int] = set()  # ids of parameters outside the model
         # By number of a module here that has buffers: which task has called it last.
         self._called_last: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -272,7 +272,6 @@ class Modules:
         # Structures found in this step. They are used from the next step on, so that all
         # microbatches of a step make the same calls, and pass every module in the same order.
         self._learned: dict[Any, Any] = {}
-        self._is_watched = False  # this step
         self.shared: SharedState | None = None  # in a watched step
         # What the keepers and setters had in their attributes before the step.
         self._kept: dict[int, CallAttributes] = {}
@@ -344,7 +343,6 @@ class Modules:
             # What was set once only, such as a table, is not sent each time.
             for number, times in self._times_set.items():
                 self._often[number] = {name for name in times if times[name] > 1}
-            self._is_watched = False
         if self.shared is not None:
             self.keepers |= {one for one in self.shared.changed if one >= 0}
             self._shared_objects = self.shared.objects(changed=True)
@@ -360,8 +358,7 @@ class Modules:
             body: of the step, if there are several partitions; None with one.
         """
         # The second attempt of a first step is still the first that ends.
-        self._looks = looks = looks or (again and self._looks)
-        self._is_watched = looks
+        self._is_watched = looks = looks or (again and self._is_watched)
         if again:
             for before in self._kept.values():
                 before.restore()
@@ -483,7 +480,7 @@ class Modules:
         frame = self._frame()
         if self.shared is not None and frame is not None and not frame.path:
             self.shared.look(waits=True)
-        if not self._looks:
+        if not self._is_watched:
             return
         todo = [
             root.node if isinstance(root, GradientEdge) else root.grad_fn

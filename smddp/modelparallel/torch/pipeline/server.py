@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -139,7 +139,8 @@ class Server:
         # By caller_rank and graph_id; see `Origin`.
         self._graphs: dict[tuple[int, int], Graph] = {}
         self._runs: dict[_Key, _SegmentRun] = {}
-        self._ended: dict[_Key, int] = {}  # the microbatches of runs that have ended with them
+        # The microbatches of runs that were freed with them, or because they get no gradients.
+        self._ended: dict[_Key, int] = {}
         # FORWARD messages that have come before their graph, by its key in `_graphs`.
         self._early: dict[tuple[int, int], list[Message]] = {}
         # The microbatches that are under way here: how many segments of each have begun, and have
@@ -232,10 +233,10 @@ class Server:
             self._caller.on_gradients(sending, sender, message.tensors)
             return
         key = caller_rank, sending, receiver
-        if key in self._ended:
-            self._refuse_late(self._ended[key])
         run = self._runs.get(key)
-        if run is None:  # freed by DROP
+        if run is None:
+            if key in self._ended:
+                self._refuse_late(self._ended[key])
             return
         run.gradients[sender] = message.tensors
         if len(run.gradients) == len(run.out_of):
@@ -262,11 +263,7 @@ class Server:
                 "do what needs several microbatches in one, with microbatches: 1"
             )
 
-        task = Task(Priority(False, microbatch), refuse)
-        task.frame = Frame(
-            microbatch=microbatch, forward=False, path=(), name="", depth=0, grad=True
-        )
-        self._services.baton.submit(task)
+        self._submit_ending(microbatch, refuse)
 
     def on_drop(self, caller_rank: int, sending: int, graph_id: int, microbatch: int) -> None:
         """Forgets, in this step, a call graph that gets no gradients.
@@ -278,7 +275,6 @@ class Server:
             microbatch: see `Origin`.
         """
         graph = self._graphs[caller_rank, graph_id]
-        frame = Frame(microbatch=microbatch, forward=False, path=(), name="", depth=0, grad=True)
 
         def drop() -> None:
             for target in range(len(graph.segments)):
@@ -288,9 +284,17 @@ class Server:
                     self._end_under_way(run)
                     self._caller.drop(run.sent)
 
-        # In a task, because only the holder of the baton may change what is under way.
-        task = Task(Priority(False, microbatch), drop)
-        task.frame = frame
+        self._submit_ending(microbatch, drop)
+
+    def _submit_ending(self, microbatch: int, work: Callable[[], None]) -> None:
+        """Submits a task that ends something of a microbatch.
+
+        Only the holder of the baton may change what is under way, and fail.
+        """
+        task = Task(Priority(False, microbatch), work)
+        task.frame = Frame(
+            microbatch=microbatch, forward=False, path=(), name="", depth=0, grad=True
+        )
         self._services.baton.submit(task)
 
     def _admits(self, frame: Frame) -> bool:

@@ -102,11 +102,9 @@ class SharedState:
         self._warned = False
         self._microbatch = 0
         self._found: dict[Any, _Entry] = {}
-        self._of_model = {id(module) for module in modules}
+        self._numbers = {id(module): number for number, module in enumerate(modules)}
         self._with_buffers = {
-            id(module)
-            for number, module in enumerate(modules)
-            if module._buffers and self._waits_inside(number, module, modules)
+            id(module) for module in modules if module._buffers and self._waits_inside(module)
         }
         classes: dict[type, set[int]] = {}
         for number, module in enumerate(modules):
@@ -155,7 +153,10 @@ class SharedState:
                 entry.before = self._content(entry.value)
 
     def _users_elsewhere(self, entry: _Entry) -> list[int]:
-        return [one for one in entry.users if self._owner(one) not in (None, self._rank)]
+        return [one for one in entry.users if self._is_elsewhere(one)]
+
+    def _is_elsewhere(self, user: int) -> bool:
+        return self._owner(user) not in (None, self._rank)
 
     def look(self, waits: bool) -> None:
         """Looks for changes; warns of the first one.
@@ -227,15 +228,12 @@ class SharedState:
             self._said.add(text)
             warn_user(text)
 
-    def _waits_inside(self, number: int, module: nn.Module, modules: Sequence[nn.Module]) -> bool:
+    def _waits_inside(self, module: nn.Module) -> bool:
         """Says whether a module here has parts elsewhere, which its code waits for."""
-        if self._owner(number) != self._rank or not module._modules:
+        if self._owner(self._numbers[id(module)]) != self._rank:
             return False
-        inside = {id(part) for part in module.modules()}
-        return any(
-            id(part) in inside and self._owner(one) not in (None, self._rank)
-            for one, part in enumerate(modules)
-        )
+        inside = (self._numbers.get(id(part)) for part in module.modules())
+        return any(one is not None and self._is_elsewhere(one) for one in inside)
 
     def _content(self, value: Any) -> dict[Any, Any]:
         found = _content(value)
@@ -247,9 +245,10 @@ class SharedState:
         if depth > _DEEPEST or isinstance(value, (*_PLAIN, torch.Tensor, types.ModuleType)):
             return
         if isinstance(value, nn.Module):
-            if (id(value) in self._of_model and (depth or what)) or _is_of_smp(value):
+            is_of_model = id(value) in self._numbers
+            if (is_of_model and (depth or what)) or _is_of_smp(value):
                 return  # it has a number of its own
-            if id(value) not in self._of_model:
+            if not is_of_model:
                 self._with_buffers.add(id(value))
         if self._note_users(id(value), what, value, users):
             return
