@@ -54,8 +54,8 @@ void MonitoredBarrier::awaitRelease(Nanoseconds timeout) const {
         Error(completion->error()->kind(),
               fmt::format("[Rank {0}]: Rank {0} successfully reached monitoredBarrier, but "
                           "received errors while waiting for send/recv from rank {1}. {2}",
-                          group_->membership.jobRank(group_->spec.me), group_->membership.jobRank(0),
-                          completion->error()->what())));
+                          group_->membership.jobRank(group_->spec.me),
+                          group_->membership.jobRank(0), completion->error()->what())));
   }
 }
 
@@ -69,8 +69,8 @@ void MonitoredBarrier::awaitRanks(Nanoseconds timeout, bool all) const {
   };
   const auto inTime = fmt::format("in {} ms", timeout / 1'000'000);
   if (timeout <= 0) {
-    giveUp(ErrorKind::Timeout,
-           fmt::format("Rank {} timed out in monitoredBarrier {}", group_->membership.jobRank(0), inTime));
+    giveUp(ErrorKind::Timeout, fmt::format("Rank {} timed out in monitoredBarrier {}",
+                                           group_->membership.jobRank(0), inTime));
   }
   std::vector<engine::calls::CompletionPtr> here;
   for (Rank r = 1; r < group_->spec.size; ++r) {
@@ -81,7 +81,8 @@ void MonitoredBarrier::awaitRanks(Nanoseconds timeout, bool all) const {
   for (Rank r = 1; r < group_->spec.size && (all || missing.empty()); ++r) {
     const auto& completion = here[static_cast<size_t>(r - 1)];
     const Nanoseconds left = std::max<Nanoseconds>(deadline.at - clock.now(), 0);
-    if (!engine_->waitFor(*group_, *completion, left)) missing.push_back(group_->membership.jobRank(r));
+    if (!engine_->waitFor(*group_, *completion, left))
+      missing.push_back(group_->membership.jobRank(r));
     if (!completion->done() || !completion->error()) continue;
     giveUp(completion->error()->kind(),
            fmt::format("Rank {} failed to pass monitoredBarrier: {}", group_->membership.jobRank(r),

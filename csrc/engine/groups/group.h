@@ -126,8 +126,8 @@ class Group final {
   calls::EndedOperations ended;       // collects what operations leave behind
   team::Team team;                    // exchanges data with the ranks of this node in shared memory
   plans::Channels channels;           // carries what ranks send to one another
-  plans::PlanCache plans;    // which algorithm a call uses; the plans
-  team::CallHistory calls;   // the numbers of this rank's calls, and what the last of them were
+  plans::PlanCache plans;             // which algorithm a call uses; the plans
+  team::CallHistory calls;  // the numbers of this rank's calls, and what the last of them were
   health::Sentinel
       sentinel;  // deadlines, ranks that are gone, breaks; knows the next two as Watched
   operations::Messages messages;      // sends and receives

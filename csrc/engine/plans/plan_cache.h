@@ -75,7 +75,7 @@ class PlanCache {
     Start start = Start::DecideAfterArrival;
     size_t bytes = 0;                           // bytes that the cache keeps for the entry
     mutable observe::RecentDurations recent{};  // durations of its executions
-    mutable uint32_t holders = 0;  // Held
+    mutable uint32_t holders = 0;               // Held
 
     // Counts one execution of the plan: the operations in it, and the bytes of their vectors.
     void count(uint64_t calls, int64_t bytesOfCalls) const {

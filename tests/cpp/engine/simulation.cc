@@ -89,7 +89,8 @@ void Simulation::makePlayers() {
     options.process.lifelines = false;
     Player player;
     player.engine = std::make_unique<engine::Engine>(options);
-    player.engine->progress().call([&] { player.engine->process().openFabric(nodes_.size(), "127.0.0.1"); });
+    player.engine->progress().call(
+        [&] { player.engine->process().openFabric(nodes_.size(), "127.0.0.1"); });
     players_.push_back(std::move(player));
   }
 }
@@ -369,8 +370,8 @@ void Simulation::requireSums(const Seat& seat, size_t number) {
   const auto& output = seat.outputs[number];
   const std::vector<int32_t> right = expected(call, number, seat.me, seat.size);
   ASSERT_EQ(output.size(), right.size()) << describe(seat, number);
-  const bool isEncoded =
-      seat.group->membership.spansNodes() && call.wire != "fp32" && call.count * sizeof(float) > (8 << 10);
+  const bool isEncoded = seat.group->membership.spansNodes() && call.wire != "fp32" &&
+                         call.count * sizeof(float) > (8 << 10);
   const float step = !isEncoded ? 0 : call.wire == "bf16" ? 0x1p-8f : 0.5f / 127;
   const float bound = 1.01f * step * 2 * 1000 * static_cast<float>(seat.size);
   for (size_t i = 0; i < output.size(); ++i) {

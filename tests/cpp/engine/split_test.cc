@@ -21,7 +21,7 @@ std::shared_ptr<engine::groups::Group> split(RankContext& rank,
   const auto me = std::find(members.begin(), members.end(), parent->spec.me);
   if (me == members.end()) return nullptr;
   const engine::groups::GroupSpec spec{"part", static_cast<Rank>(me - members.begin()),
-                                         static_cast<int>(members.size())};
+                                       static_cast<int>(members.size())};
   return engine::splitGroup(rank.engine, parent, spec, members, kTimeout);
 }
 

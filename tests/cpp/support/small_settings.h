@@ -1,5 +1,5 @@
-// Settings with small limits: vectors of a few kilobytes take many chunks, the windows are always full, and a group fits
-// into a small slab.
+// Settings with small limits: vectors of a few kilobytes take many chunks, the windows are always full, and a group
+// fits into a small slab.
 #pragma once
 
 #include "common/config.h"
