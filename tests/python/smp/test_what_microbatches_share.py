@@ -13,7 +13,7 @@ from smp.common import BY_HAND
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
-from smddp.modelparallel.core.errors import SMPError
+from smddp.modelparallel.core.errors import SMPError, SMPUsageError
 
 pytestmark = pytest.mark.multiprocess
 
@@ -55,9 +55,16 @@ def shared(pp: int, how: str) -> Any:
     smp.init({"partitions": pp, "microbatches": 4, "active_microbatches": 3, **BY_HAND})
     torch.manual_seed(0)
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
-    module = Counts(first, last) if how == "buffer" else nn.Sequential(first, last)
+    module: nn.Module = nn.Sequential(first, last)
+    if how == "buffer":
+        module = Counts(first, last)
+    elif how == "buffer elsewhere":  # its code waits for rank 0
+        module = nn.Sequential(counts := Counts(nn.Linear(4, 4), first), last)
     model = smp.DistributedModel(module)
     smp.set_partition(last, pp - 1)
+    if how == "buffer elsewhere":
+        smp.set_partition(counts, pp - 1)
+        smp.set_partition(first, 0)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     criterion, center, calls = Target(), torch.zeros(4), 0
 
@@ -88,7 +95,7 @@ def shared(pp: int, how: str) -> Any:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("how", ["criterion", "variable", "count", "buffer"])
+@pytest.mark.parametrize("how", ["criterion", "variable", "count", "buffer", "buffer elsewhere"])
 def test_what_the_next_microbatch_reads_is_as_in_one_process(how: str) -> None:
     (expected,) = check_ranks(shared, "1", 1, how)
     for found in check_ranks(shared, "2", 2, how):
@@ -177,6 +184,66 @@ def none_elsewhere() -> list[str]:
 
 def test_nothing_is_said_of_code_that_sets_nothing() -> None:
     assert check_ranks(none_elsewhere, "2") == [[], []]
+
+
+class Marks(nn.Module):
+    """Asks autograd for something that concerns its argument."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the shape of x."""
+        if self.how == "hook":
+            x.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        elif self.how == "retain_grad":
+            x.retain_grad()
+        elif self.how == "requires_grad_":
+            x.requires_grad_()
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+def marks(how: str) -> list[str]:
+    """Returns the warnings of a model whose second rank does so."""
+    smp.init({"partitions": 2, "microbatches": 2, **BY_HAND})
+    first, last = nn.Linear(4, 4), Marks(how)
+    if how == "requires_grad_":
+        first.requires_grad_(False)
+    model = smp.DistributedModel(nn.Sequential(first, last))
+    smp.set_partition(last, 1)
+    step = smp.step(lambda model, x: model.backward(model(x).sum()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            step(model, torch.randn(4, 4))
+    return [str(one.message) for one in caught if "among its arguments" in str(one.message)]
+
+
+@pytest.mark.parametrize("how", ["hook", "retain_grad", "requires_grad_", "nothing"])
+def test_what_a_module_asks_of_its_callers_tensor_is_said_once(how: str) -> None:
+    texts = check_ranks(marks, "2", how)
+    assert [len(one) for one in texts] == [0, int(how != "nothing")]
+    if how != "nothing":
+        assert texts[1][0].startswith("module '1', on rank 1 of the pipeline, has ")
+        assert how in texts[1][0]
+
+
+def after_the_step() -> str:
+    model, _ = two()
+    step = smp.step(lambda model, x: model(x).sum(), detach_outputs=False)
+    loss = step(model, torch.ones(8, 4)).reduce_mean()
+    error = ""
+    if smp.pp_rank() == 0:
+        with pytest.raises(SMPUsageError) as caught:
+            loss.backward()
+        error = str(caught.value)
+    smp.barrier()
+    return error
+
+
+def test_a_backward_pass_after_the_step_is_refused() -> None:
+    assert "a backward pass outside the step" in check_ranks(after_the_step, "2")[0]
 
 
 def two() -> tuple[Any, nn.Module]:

@@ -635,7 +635,7 @@ class ModelRuntime:
         """Notes that a microbatch gives no more gradients here."""
         self._sum.end_microbatch(microbatch)
         if self.executor.modules.shared is not None:
-            self.executor.modules.shared.end_microbatch()
+            self.executor.modules.shared.begin(microbatch)
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Takes the gradient that autograd has left in `Parameter.grad`.

@@ -445,9 +445,18 @@ class CallerSide:
         return [sums.get(index) for index in range(len(sums) and max(sums) + 1)]
 
     def _microbatch(self) -> int:
-        """Returns the microbatch that runs, which may be another than that of the graph."""
-        frame: Frame = self._services.baton.task.frame  # type: ignore[union-attr]
-        return frame.microbatch
+        """Returns the microbatch that runs, which may be another than that of the graph.
+
+        Raises:
+            SMPUsageError: none does.
+        """
+        task = self._services.baton.task
+        if task is None:
+            raise SMPUsageError(
+                "a backward pass outside the step, through calls of modules on other ranks: they "
+                "have ended with the step. Call model.backward(loss) in the step function"
+            )
+        return task.frame.microbatch  # type: ignore[no-any-return]
 
     def _check_first(self, out: Outgoing) -> None:
         """Raises SMPUsageError if an earlier backward pass through a graph has freed it, or runs.

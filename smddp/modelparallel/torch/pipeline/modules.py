@@ -391,7 +391,7 @@ class Modules:
         if not (looks or self.setters) or method.startswith(_READS) or method == DIFFERENTIATE:
             return {}
         if self.shared is not None:
-            self.shared.begin_call()
+            self.shared.begin(self._microbatch())
         inside = self._numbers_inside(number)
         return {
             one: CallAttributes(
@@ -421,7 +421,7 @@ class Modules:
             caller: the rank.
         """
         if self.shared is not None:
-            self.shared.look(waits=False)
+            self.shared.look(self._microbatch(), waits=False)
         if reply.objects is not None:
             self.setters.update(reply.objects[2])
         for number, one in attributes.items():
@@ -444,6 +444,26 @@ class Modules:
                     "tensors, and lists, tuples, dicts and sets of these go there. If code there "
                     "needs it, return it from forward"
                 )
+
+    def note_arguments(self, number: int, arguments: Arguments, caller: int) -> None:
+        """Warns of what a call has asked autograd to do with the caller's tensors.
+
+        Args:
+            number: of the module that was called.
+            arguments: of the call.
+            caller: the rank.
+        """
+        marked = arguments.marked() if self._is_watched else None
+        if marked is None or (number, marked) in self._lost:
+            return
+        self._lost.add((number, marked))
+        warn_user(
+            f"{arguments.who}, on rank {self._rank} of the pipeline, {marked} on a tensor among its "
+            f"arguments. It acts on the copy here, to which only gradients through this module go, "
+            f"and rank {caller}, which has called it, does not see it: results may be others than "
+            "in one process. Do it where the tensor is made, or to `tensor.clone()` if it concerns "
+            "this module alone"
+        )
 
     def set_attributes(self, changes: Mapping[int, Change]) -> None:
         """Sets attributes of modules here as calls on other ranks have set them there.
@@ -479,7 +499,7 @@ class Modules:
         """
         frame = self._frame()
         if self.shared is not None and frame is not None and not frame.path:
-            self.shared.look(waits=True)
+            self.shared.look(frame.microbatch, waits=True)
         if not self._is_watched:
             return
         todo = [
@@ -659,7 +679,7 @@ class Modules:
             with seeded(draw_seed()):
                 return self._original(number, method, args, kwargs)
         if self.shared is not None:
-            self.shared.look(waits=True)
+            self.shared.look(frame.microbatch, waits=True)
         return self._remote(frame, owner, number, method, args, kwargs)
 
     def call_recomputed(self, number: int, args: Any, kwargs: Any, preserve: bool) -> Any:
@@ -780,6 +800,12 @@ class Modules:
     def _frame(self) -> Frame | None:
         task = self._baton.task
         return task.frame if task is not None else None
+
+    def _microbatch(self) -> int:
+        """Returns the microbatch whose code runs on this thread."""
+        frame = self._frame()
+        assert frame is not None
+        return frame.microbatch
 
     def _refuse_remote(self, number: int, owner: int | None) -> None:
         """Raises if a module is called outside a step, and lives elsewhere."""

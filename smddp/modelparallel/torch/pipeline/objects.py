@@ -124,6 +124,7 @@ class Arguments:
         self.tensors = tensors
         self.who = who
         self._versions: list[int] = []
+        self._require_grad: list[bool] = []
         self._values: ObjectValues | None = None
         self._unknown: list[bytes | None] = []
         self.attributes: Mapping[int, CallAttributes] = {}
@@ -136,6 +137,7 @@ class Arguments:
         Only at the owner: the caller's tensors may be lazy.
         """
         self._versions = [version_of(tensor) for tensor in self.tensors]
+        self._require_grad = [tensor.requires_grad for tensor in self.tensors]
         if self._values is not None:
             self._unknown = [_content(value) for value in self._values.unknown]
 
@@ -183,6 +185,20 @@ class Arguments:
             for number, tensor in enumerate(self.tensors)
             if version_of(tensor) != self._versions[number]
         ]
+
+    def marked(self) -> str | None:
+        """Returns what the call has asked autograd to do with its copy of a tensor; None if nothing.
+
+        The caller's tensor does not know of it.
+        """
+        for tensor, required_grad in zip(self.tensors, self._require_grad, strict=True):
+            if tensor._backward_hooks:
+                return "has registered a gradient hook"
+            if tensor.retains_grad:
+                return "has called retain_grad()"
+            if tensor.requires_grad and not required_grad:
+                return "has called requires_grad_()"
+        return None
 
     def take(self, reply: Reply, value_of: Callable[[Any], torch.Tensor]) -> None:
         """Changes the caller's arguments as the call has changed their copies.

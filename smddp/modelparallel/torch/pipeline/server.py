@@ -432,6 +432,7 @@ class Server:
             records = tuple(recorder.records) if recorder is not None else ()
             reply = Reply(result, before.changes(), changed or None, records)
             modules.note_attributes(before.attributes, reply, caller)
+            modules.note_arguments(call.module, before, caller)
             tensors: list[torch.Tensor] = []
             found: list[Any] = []
             structure, found = flatten_reply(reply, before, modules.number_of, tensors, found)

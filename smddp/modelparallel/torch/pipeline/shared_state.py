@@ -100,7 +100,6 @@ class SharedState:
         self._names = names
         self._said = said
         self._warned = False
-        self._microbatch = 0
         self._found: dict[Any, _Entry] = {}
         self._numbers = {id(module): number for number, module in enumerate(modules)}
         self._with_buffers = {
@@ -132,14 +131,13 @@ class SharedState:
             if entry.users != {_BODY} and (entry.changed or not changed)
         ]
 
-    def end_microbatch(self) -> None:
-        """Begins to look for changes of the next microbatch."""
-        self.begin_call()
-        self._microbatch += 1
+    def begin(self, microbatch: int) -> None:
+        """Begins to look for changes of a call from another rank, or of the next microbatch.
 
-    def begin_call(self) -> None:
-        """Begins to look for changes of code that another rank has called."""
-        self.look(waits=False)
+        Args:
+            microbatch: the one whose code has run until now.
+        """
+        self.look(microbatch, waits=False)
         self._note()
 
     def _note(self) -> None:
@@ -158,10 +156,11 @@ class SharedState:
     def _is_elsewhere(self, user: int) -> bool:
         return self._owner(user) not in (None, self._rank)
 
-    def look(self, waits: bool) -> None:
+    def look(self, microbatch: int, waits: bool) -> None:
         """Looks for changes; warns of the first one.
 
         Args:
+            microbatch: the one whose code runs.
             waits: code of the next microbatch may run before the code that runs now goes on.
         """
         for entry in self._found.values():
@@ -182,15 +181,15 @@ class SharedState:
             if entry.users == {_BODY}:
                 # Bodies of microbatches run by turns. What one adds to a list it does not read.
                 if not _grown(entry.value, entry.before, now):
-                    self._note_time(entry, name)
+                    self._note_time(entry, name, microbatch)
             elif waits:
-                self._note_time(entry, name)
+                self._note_time(entry, name, microbatch)
 
-    def _note_time(self, entry: _Entry, name: str) -> None:
+    def _note_time(self, entry: _Entry, name: str, microbatch: int) -> None:
         """Notes that a microbatch has changed it; in the second one, order matters."""
-        if entry.last == self._microbatch:
+        if entry.last == microbatch:
             return
-        entry.last = self._microbatch
+        entry.last = microbatch
         entry.times += 1
         if entry.times == 2:
             self._say_order(entry, name)
