@@ -505,7 +505,7 @@ def test_circles_and_unused_entries_are_found() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_headers_compile_on_their_own() -> None:
-    # One of 28, others each day. With ALL_SEEDS=1 all.
+    # One of 28, others with each TEST_TURN. With ALL_SEEDS=1 all.
     share = 1 if os.environ.get("ALL_SEEDS") else 28
     headers = TORCH_FREE_HEADERS[int(os.environ.get("TEST_TURN", "0")) % share :: share]
     # In the build folder and by relative paths: there the compiler cache knows them the next time.

@@ -68,7 +68,7 @@ _SHARE, _COSTLY_SHARE = 3, 5
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the tests of slow modules; leaves out their cases, and costly tests, of other turns.
 
-    `make` sets TEST_TURN, the number of the day, and for `make test-all` also ALL_SEEDS. Without
+    `make` sets TEST_TURN, 0 if it is not given, and for `make test-all` also ALL_SEEDS. Without
     TEST_TURN, as under pytest alone, all cases run. A case of a slow module runs at least once in
     three turns, a costly test in nine, and each of its cases in 45.
     """

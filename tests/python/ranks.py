@@ -94,7 +94,7 @@ def nodes_of(layout: str) -> list[int]:
 
 
 def rotating(seeds: list[int], count: int) -> list[int]:
-    """Returns some of the seeds: others with each TEST_TURN, which `make test` sets and prints."""
+    """Returns some of the seeds: others with each TEST_TURN (docs/testing.md)."""
     first = int(os.environ.get("TEST_TURN", "0")) * count
     return [seeds[(first + i) % len(seeds)] for i in range(count)]
 

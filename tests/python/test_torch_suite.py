@@ -37,7 +37,7 @@ def _run(*arguments: str, timeout: float) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_what_passed_passes(configuration: str) -> None:
-    """Runs a third of the tests, another third each day, each where it passes first.
+    """Runs a third of the tests, another third with each TEST_TURN, each where it passes first.
 
     `make test-torch` runs all of them in all configurations.
     """

@@ -1,4 +1,4 @@
-// How much tests do: all of it, a share that changes from day to day, or less under sanitizers.
+// How much tests do: all of it, a share that TEST_TURN chooses, or less under sanitizers.
 #pragma once
 
 #include <cstddef>

@@ -104,7 +104,7 @@ def test_activations_leave_a_device() -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        # An odd number, so that each layout gets all of them, although it has every other day.
+        # An odd number, so that each layout gets all of them, although it has every other turn.
         pytest.param(rotating(NAMES, 5), id="turn"),
         pytest.param(NAMES, marks=pytest.mark.exhaustive, id="all"),
     ],

@@ -458,9 +458,9 @@ class Modules:
             return
         self._lost.add((number, marked))
         warn_user(
-            f"{arguments.who}, on rank {self._rank} of the pipeline, {marked} on a tensor among its "
-            f"arguments. It acts on the copy here, to which only gradients through this module go, "
-            f"and rank {caller}, which has called it, does not see it: results may be others than "
+            f"{arguments.who}, on rank {self._rank} of the pipeline, {marked} on a tensor among "
+            "its arguments. It acts on the copy here, to which only gradients through this module "
+            f"go, and rank {caller}, which has called it, does not see it: results may be others than "
             "in one process. Do it where the tensor is made, or to `tensor.clone()` if it concerns "
             "this module alone"
         )

@@ -187,7 +187,7 @@ class Arguments:
         ]
 
     def marked(self) -> str | None:
-        """Returns what the call has asked autograd to do with its copy of a tensor; None if nothing.
+        """Returns what the call has asked autograd to do with its copy of a tensor, or None.
 
         The caller's tensor does not know of it.
         """
