@@ -460,9 +460,9 @@ class Modules:
         warn_user(
             f"{arguments.who}, on rank {self._rank} of the pipeline, {marked} on a tensor among "
             "its arguments. It acts on the copy here, to which only gradients through this module "
-            f"go, and rank {caller}, which has called it, does not see it: results may be others than "
-            "in one process. Do it where the tensor is made, or to `tensor.clone()` if it concerns "
-            "this module alone"
+            f"go, and rank {caller}, which has called it, does not see it: results may be others "
+            "than in one process. Do it where the tensor is made, or to `tensor.clone()` if it "
+            "concerns this module alone"
         )
 
     def set_attributes(self, changes: Mapping[int, Change]) -> None:
