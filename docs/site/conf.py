@@ -20,6 +20,10 @@ NAVIGATION = {
         "docs/launching",
         "docs/frameworks",
         "docs/model-parallel",
+        "docs/model-parallel-scripts",
+        "docs/model-parallel-memory",
+        "docs/model-parallel-tensor",
+        "docs/model-parallel-checkpoints",
         "docs/operations",
         "docs/numpy",
         "docs/tensorflow",
@@ -30,6 +34,7 @@ NAVIGATION = {
     ],
     "Reference": [
         "docs/settings",
+        "docs/model-parallel-reference",
         "docs/troubleshooting",
         "docs/faults",
         "docs/security",

@@ -22,8 +22,8 @@ OPTIONS = (
 )
 
 BEGIN = (
-    "<!-- keys: written by `python -m smddp.modelparallel.core.config_keys docs/model-parallel.md` "
-    "-->"
+    "<!-- keys: written by `python -m smddp.modelparallel.core.config_keys "
+    "docs/model-parallel-reference.md` -->"
 )
 END = "<!-- end of keys -->"
 

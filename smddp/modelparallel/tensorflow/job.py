@@ -112,8 +112,8 @@ def init(config: Mapping[str, Any] | None = None, timeout: float = 300.0) -> Non
     A second call does nothing, and warns if its configuration is another one.
 
     Args:
-        config: keys of docs/model-parallel.md; the environment variable SM_HP_MP_PARAMETERS
-            overrides them.
+        config: keys of docs/model-parallel-reference.md; the environment variable
+            SM_HP_MP_PARAMETERS overrides them.
         timeout: seconds that this rank waits for others, here, in messages and in steps. If the
             process has joined the job already, that of the first time counts.
 

@@ -236,6 +236,6 @@ def test_every_key_is_an_attribute_and_silent_by_default() -> None:
 
 
 def test_the_documented_table_is_the_real_one() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "model-parallel.md").read_text()
-    command = "python -m smddp.modelparallel.core.config_keys docs/model-parallel.md"
+    text = (Path(__file__).parents[3] / "docs" / "model-parallel-reference.md").read_text()
+    command = "python -m smddp.modelparallel.core.config_keys docs/model-parallel-reference.md"
     assert insert(text) == text, f"run {command}"

@@ -193,7 +193,7 @@ def test_delayed_modules_stay_delayed(match: bool) -> None:
 
 def example_of_the_page() -> list[str]:
     """A class of the script is replaced, and computes the same."""
-    text = (ROOT / "docs/model-parallel.md").read_text()
+    text = (ROOT / "docs/model-parallel-tensor.md").read_text()
     example = re.search(r"```python\n(def of_linear.*?)```", text, re.DOTALL)
     assert example is not None
     smp.init(

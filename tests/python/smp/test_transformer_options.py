@@ -241,7 +241,7 @@ def with_ids(options: dict[str, Any] | None = None, **given: Any) -> Any:
 
 def table_of_names() -> list[list[str]]:
     """Returns the cells of the guide's table "Names of parameters", by rows."""
-    guide = (Path(__file__).parents[3] / "docs" / "model-parallel.md").read_text()
+    guide = (Path(__file__).parents[3] / "docs" / "model-parallel-tensor.md").read_text()
     section = guide.split("### Names of parameters\n")[1].split("\n#")[0]
     rows = re.findall(r"^\| (.*) \|$", section, re.MULTILINE)
     return [[cell.strip() for cell in row.split("|")] for row in rows[2:]]

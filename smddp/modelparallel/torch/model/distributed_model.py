@@ -308,7 +308,7 @@ class DistributedModel(ModelQueries):
         """Returns all parameters and buffers by name, gathered from all ranks.
 
         The names are the original ones, except for modules that smp has replaced. The table "Who
-        has to call it" of docs/model-parallel.md says which ranks have to call it.
+        has to call it" of docs/model-parallel-reference.md says which ranks have to call it.
 
         Args:
             gather_to_rank0: only rank 0 of the job gets them; the other ranks get an empty dict.
