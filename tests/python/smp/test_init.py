@@ -156,3 +156,64 @@ def test_the_port_does_not_depend_on_other_keys() -> None:
     assert port_of(None, {}) is None
     with pytest.raises(SMPConfigurationError, match="Invalid port number x"):
         port_of({"ddp_port": "x"}, {})
+
+
+def group_calls(before: str) -> tuple[int, list[list[int]]]:
+    """Returns the calls of new_group in smp.init, and the members of this rank's groups.
+
+    Args:
+        before: groups that the script makes before: "none", "all" (each rank makes them), or
+            "some" (only their members do).
+    """
+    if before != "none":
+        dist.init_process_group("smddp")
+        if before == "all" or dist.get_rank() < 2:
+            dist.new_group([0, 1], use_local_synchronization=before == "some")
+    calls, real = [0], dist.new_group
+
+    def counted(*args: Any, **given: Any) -> Any:
+        calls[0] += 1
+        return real(*args, **given)
+
+    dist.new_group = counted
+    try:
+        smp.init({"partitions": 2, "microbatches": 2, "ddp": True})
+    finally:
+        dist.new_group = real
+    groups = [smp.get_pp_process_group(), smp.get_dp_process_group(), smp.get_tp_process_group()]
+    for group in groups:  # each works, and has the ranks that it says
+        one = torch.ones(1)
+        dist.all_reduce(one, group=group)
+        assert int(one) == group.size()
+    model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    smp.step(lambda model, x: model.backward(model(x).sum()))(model, torch.ones(2, 2))
+    return calls[0], [dist.get_process_group_ranks(group) for group in groups]
+
+
+def check_group_calls(before: str, own_only: bool) -> None:
+    for rank, (calls, members) in enumerate(check_ranks(group_calls, "4", before)):
+        assert members == [[rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2], [rank]]
+        # Else each rank makes the groups of all, as c10d wants it.
+        assert (calls == 7) == own_only
+
+
+def test_ranks_make_their_own_groups_only() -> None:
+    check_group_calls("none", own_only=True)
+
+
+def test_groups_that_not_all_ranks_are_in_before() -> None:
+    check_group_calls("all", own_only=torch.__version__ >= (2, 15))
+
+
+def groups_of_some() -> str:
+    with pytest.raises(SMPInitializationError) as caught:
+        group_calls("some")
+    return str(caught.value)
+
+
+def test_groups_that_some_ranks_have_made_before() -> None:
+    if torch.__version__ < (2, 15):
+        check_group_calls("some", own_only=False)
+        return
+    for text in check_ranks(groups_of_some, "4"):
+        assert "some ranks have made more process groups than others" in text

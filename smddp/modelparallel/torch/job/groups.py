@@ -7,13 +7,14 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from smddp.modelparallel.core.topology import Topology
 from smddp.modelparallel.torch.job.collectives import Collectives
 from smddp.torch import _C
 from smddp.torch.backend import backend_of
 
-__all__ = ["Groups", "ShardingGroups", "timeout_of"]
+__all__ = ["Groups", "NextNames", "ShardingGroups", "timeout_of"]
 
 _KINDS = ("mp", "dp", "tp", "pp", "rdp")
 _Sets = tuple[tuple[int, ...], ...]  # all groups of a kind, each by its ranks
@@ -56,6 +57,7 @@ class Groups:
         topology: Topology,
         sharding_degree: int = 1,
         order: Sequence[tuple[int, ...]] = (),
+        alike: bool = False,
     ) -> None:
         """Makes the groups; all ranks have to do it.
 
@@ -63,40 +65,39 @@ class Groups:
             topology: the place of this rank.
             sharding_degree: of sharded data parallelism.
             order: all order groups; none if no ranks have to agree on an order.
+            alike: have all ranks the same `NextNames.hashed`?
         """
         world = dist.group.WORLD
         assert world is not None
-        timeout = timeout_of(world)
+        maker = _Maker(topology.rank, world, alike)
         everybody = (tuple(range(topology.size)),)
-        self._of_steps = _new_groups(_KINDS, topology, timeout, {})
+        self._of_steps = maker.groups_of(_KINDS, topology, {})
         self._by_kind = {
             "world": world,
-            **_new_groups(("mp", "tp", "pp"), topology, timeout, {everybody: world}),
+            **maker.groups_of(("mp", "tp", "pp"), topology, {everybody: world}),
             # Scripts reduce gradients in these, in hooks; so that is done in steps, too.
             "dp": self._of_steps["dp"],
             "rdp": self._of_steps["rdp"],
         }
-        self.messages = _new_group(((*range(topology.size),),), topology.rank, timeout)
-        self.pipeline = _new_group(tuple(topology.groups("pp")), topology.rank, timeout)
+        self.messages = maker.group_of(everybody)
+        self.pipeline = maker.group_of(topology.groups("pp"))
         self.order: dist.ProcessGroup | None = None
         if order:
-            self.order = _new_group(tuple(order), topology.rank, timeout)
+            self.order = maker.group_of(order)
         exchange = self._of_steps["tp"]
         if topology.tp_size > 1:
-            exchange = _new_group(tuple(topology.groups("tp")), topology.rank, timeout)
+            exchange = maker.group_of(topology.groups("tp"))
         self.exchange = Collectives(exchange)
         self.sharding: ShardingGroups | None = None
         if sharding_degree > 1:
-            parts = tuple(topology.in_blocks("rdp", sharding_degree))
+            parts = topology.in_blocks("rdp", sharding_degree)
             across = [
                 tuple(topology.across_blocks(kind, sharding_degree)) for kind in ("dp", "rdp")
             ]
             # Without tensor parallelism both have the same members.
-            groups = {
-                sets: _new_group(sets, topology.rank, timeout) for sets in dict.fromkeys(across)
-            }
+            groups = {sets: maker.group_of(sets) for sets in dict.fromkeys(across)}
             self.sharding = ShardingGroups(
-                *(_new_group(parts, topology.rank, timeout) for _ in range(2)),
+                *(maker.group_of(parts) for _ in range(2)),
                 *(groups[sets] for sets in across),
             )
 
@@ -153,34 +154,75 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return dist.default_pg_timeout
 
 
-def _new_groups(
-    kinds: Sequence[str],
-    topology: Topology,
-    timeout: timedelta,
-    made: dict[_Sets, dist.ProcessGroup],
-) -> dict[str, dist.ProcessGroup]:
-    """Returns this rank's group of each of these kinds.
+class NextNames(NamedTuple):
+    """How c10d would name the next group; None if this torch does not say it.
 
-    Some kinds have the same members: mp and pp, for instance, without tensor parallelism. `made`
-    has the groups that exist.
+    Ranks that know a group by different names wait for each other in vain.
+
+    Attributes:
+        numbered: that all ranks make. It differs between ranks in torch 2.15 after
+            `new_group(…, use_local_synchronization=True)` on some of them.
+        hashed: that its ranks make alone. It differs between ranks then, and before torch 2.15
+            after any group that not all ranks are in.
     """
-    found = {}
-    for kind in kinds:
-        sets = tuple(topology.groups(kind))
-        if sets not in made:
-            made[sets] = _new_group(sets, topology.rank, timeout)
-        found[kind] = made[sets]
-    return found
+
+    numbered: int | None
+    hashed: str | None
+
+    @classmethod
+    def now(cls) -> NextNames:
+        """Returns those of this rank."""
+        world = getattr(distributed_c10d, "_world", None)
+        hashed = getattr(distributed_c10d, "_hash_ranks_to_str", None)
+        name = None if hashed is None else hashed([0])
+        return cls(getattr(world, "group_count", None), name)
 
 
-def _new_group(
-    sets: tuple[tuple[int, ...], ...], rank: int, timeout: timedelta
-) -> dist.ProcessGroup:
-    """Makes a group of each set, because c10d demands that of every rank; returns this rank's."""
-    mine: dist.ProcessGroup | None = None
-    for members in sets:
-        group = dist.new_group(list(members), timeout=timeout)
-        if rank in members and isinstance(group, dist.ProcessGroup):
-            mine = group
-    assert mine is not None
-    return mine
+class _Maker:
+    """Makes process groups. Each is one of several sets of ranks; each rank is in one of them."""
+
+    def __init__(self, rank: int, world: dist.ProcessGroup, alike: bool) -> None:
+        """Notes how.
+
+        Args:
+            rank: of this process in the job.
+            world: the default group.
+            alike: see `Groups`.
+        """
+        self._rank, self._timeout = rank, timeout_of(world)
+        # Where c10d splits groups of a device, ranks that are not in a group have to take part.
+        self._alone = alike and world.bound_device_id is None and dist.get_backend() != "mpi"
+
+    def groups_of(
+        self, kinds: Sequence[str], topology: Topology, made: dict[_Sets, dist.ProcessGroup]
+    ) -> dict[str, dist.ProcessGroup]:
+        """Returns this rank's group of each of these kinds.
+
+        Some kinds have the same members: mp and pp, for instance, without tensor parallelism.
+        `made` has the groups that exist.
+        """
+        found = {}
+        for kind in kinds:
+            sets = tuple(topology.groups(kind))
+            if sets not in made:
+                made[sets] = self.group_of(sets)
+            found[kind] = made[sets]
+        return found
+
+    def group_of(self, sets: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
+        """Returns this rank's group of these; all ranks have to call it, in the same order.
+
+        c10d demands that all ranks make all groups, in one order, because names of groups are
+        numbers: 265 calls on each of 64 ranks, for instance. With local synchronization a rank
+        makes its own only; see `NextNames`.
+        """
+        if self._alone:
+            (mine,) = (members for members in sets if self._rank in members)
+            sets = [mine]
+        for members in sets:
+            group = dist.new_group(
+                list(members), timeout=self._timeout, use_local_synchronization=self._alone
+            )
+            if isinstance(group, dist.ProcessGroup):
+                found = group
+        return found

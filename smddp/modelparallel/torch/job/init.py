@@ -26,7 +26,7 @@ from smddp.modelparallel.core.errors import SMPConfigurationError, SMPError, SMP
 from smddp.modelparallel.core.failure import summary
 from smddp.modelparallel.core.logs import log, make_visible
 from smddp.modelparallel.core.topology import Topology
-from smddp.modelparallel.torch.job.groups import Groups
+from smddp.modelparallel.torch.job.groups import Groups, NextNames
 from smddp.modelparallel.torch.job.meeting import decided
 from smddp.modelparallel.torch.job.state import state
 
@@ -35,6 +35,8 @@ __all__ = ["init", "is_initialized", "shutdown"]
 # The store for the default process group, until that is made. It outlives a failed `smp.init`:
 # another rank may already be in the next one.
 _unused: list[distributed_c10d.Store] = []
+# What rank 0 answers if ranks have made groups that not all of them are in.
+_UNLIKE = "unlike"
 
 
 def is_initialized() -> bool:
@@ -71,11 +73,12 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
-    cfg, topology = _agreed(config, rank, size)
+    cfg, topology, alike = _agreed(config, rank, size)
     owns = not dist.is_initialized()
     if owns:
         _bring_up(cfg, rank, size)
-    groups = Groups(topology, cfg.sharded_data_parallel_degree, _order_groups(cfg, topology))
+    degree = cfg.sharded_data_parallel_degree
+    groups = Groups(topology, degree, _order_groups(cfg, topology), alike)
     state.fill(cfg, topology, groups, owns)
     atexit.register(shutdown)
     if rank == 0:
@@ -107,33 +110,44 @@ def _order_groups(cfg: Configuration, topology: Topology) -> list[tuple[int, ...
 
 def _agreed(
     config: Mapping[str, Any] | None, rank: int, size: int
-) -> tuple[Configuration, Topology]:
+) -> tuple[Configuration, Topology, bool]:
     """Returns what the configuration says; raises on all ranks if that of one is wrong or another.
 
     There is no process group yet, in which the others would wait for a rank that has raised.
+
+    Returns:
+        The configuration, the place of this rank, and whether all ranks have the same
+        `NextNames.hashed`.
     """
     found = wrong = None
     try:
         found = _configured(config, rank, size)
-        mine: dict[str, Any] = {"values": found[0].as_dict()}
+        mine: dict[str, Any] = {"values": found[0].as_dict(), "next": NextNames.now()}
     except Exception as error:
         wrong = error
         mine = {"error": _plain(error)}
     text = json.dumps(mine, default=repr, skipkeys=True)
     heard = decided("smp.init", text, _compared, _store(config, rank, size), rank, size)
-    if found is None or heard:
+    if found is None or heard not in ("", _UNLIKE):
         raise wrong or _error(json.loads(heard))
-    return found
+    return *found, not heard
 
 
 def _compared(told: list[str]) -> str:
-    """Returns the error of all ranks from what each of them tells; "" if there is none."""
+    """Returns the error of all ranks from what each of them tells; without one "" or `_UNLIKE`."""
     answers = [json.loads(text) for text in told]
     try:
         compare([one.get("values") or _error(one["error"]) for one in answers])
+        numbered, hashed = map(set, zip(*(one["next"] for one in answers), strict=True))
+        if len(numbered) > 1:
+            raise SMPInitializationError(
+                "some ranks have made more process groups than others, by new_group(..., "
+                "use_local_synchronization=True); torch would give the next one different names, "
+                "and ranks would wait for each other: make these groups after smp.init"
+            )
     except SMPError as error:
         return json.dumps(_plain(error))
-    return ""
+    return _UNLIKE if len(hashed) > 1 or None in hashed else ""
 
 
 def _plain(error: Exception) -> list[str]:
