@@ -242,6 +242,22 @@ TEST_P(MatcherTest, WhatNobodyComesBackForIsDone) {
   });
 }
 
+// No thread takes up what is left, so it stays as it is.
+TEST(WaitScope, CountsAsAWaitUntilItsEnd) {
+  runRanks(
+      {1},
+      [](RankContext& rank) {
+        Data never(10);
+        {
+          const engine::progress::WaitScope waiting(rank.engine.progress());
+          receive(rank, kAnySource, never);
+          EXPECT_FALSE(rank.engine.progress().hasUnattendedWork());
+        }
+        EXPECT_TRUE(rank.engine.progress().hasUnattendedWork());
+      },
+      [](Rank, engine::Engine::Options& options) { options.progressThread = false; });
+}
+
 TEST_P(MatcherTest, AnySourceSaysWhoItWas) {
   runRanks(GetParam(), [](RankContext& rank) {
     constexpr int kRounds = 5;
