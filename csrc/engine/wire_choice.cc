@@ -12,7 +12,7 @@
 namespace smddp::engine {
 namespace {
 
-// So long that the bytes count and not the steps: at 1 Gbit/s, 2 nodes exchange it in 17 ms.
+// The vector is so long that its bytes take the time, and not the steps: at 1 Gbit/s, 2 nodes exchange it in 17 ms.
 constexpr size_t kElements = (2 << 20) / sizeof(float);
 // The first rounds of a format open channels and touch memory for the first time, and formats that encode touch more of
 // it: with 4 nodes on loopback bf16 takes 25, 17, 11, 11, 3, 3, 2, 3 ms. The fastest of the other rounds counts.
@@ -51,7 +51,7 @@ WireTimes measured(Engine& engine, groups::Group& group, Nanoseconds timeout) {
   for (int round = 0; round < kRounds; ++round) {
     for (const Wire wire : {Wire::fp32, Wire::bf16, Wire::int8}) {
       engine.progress().call([&] { group.plans.useWire(wire); });
-      // So that all begin together: four bytes, which are never encoded.
+      // Makes all ranks begin together. Its four bytes are never encoded.
       allReduce(engine, group, buffers, vector.first(1), ReduceOp::MAX, timeout);
       const Nanoseconds start = clock.now();
       allReduce(engine, group, buffers, vector, ReduceOp::AVG, timeout);

@@ -19,9 +19,9 @@ Wire worthwhile(const WireTimes& times);
 WireTimes useWorthwhile(Engine& engine, groups::Group& group, const WireTimes& mine,
                         Nanoseconds timeout);
 
-// Measures the formats with allreduces, and makes the group use the one that is worth it (useWorthwhile). All ranks of the
-// group call it; it blocks. Does nothing if the group has another option, or is on one node. Throws what has
-// ended the allreduces.
+// Measures the formats with allreduces, and makes the group use the one that is worth it (useWorthwhile). All ranks of
+// the group call it; it blocks. Does nothing if the group has another option, or is on one node. Throws what has ended
+// the allreduces.
 void chooseWire(Engine& engine, const std::shared_ptr<groups::Group>& group, Nanoseconds timeout);
 
 }  // namespace smddp::engine

@@ -368,7 +368,7 @@ struct CannotSend final : engine::operations::Matcher::Host {
   void sendControl(Rank, transport::Bytes) override { raise(ErrorKind::Resource, "no socket"); }
   transport::SendChannel& sendChannel(Rank) override { std::abort(); }
   transport::ReceiveChannel& receiveChannel(Rank) override { std::abort(); }
-  void finish(engine::operations::Transfer&) override {}
+  void onComplete(engine::operations::Transfer&) override {}
   bool backlogged(Rank) override { return false; }
 };
 
