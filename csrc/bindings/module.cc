@@ -127,7 +127,7 @@ void bindProcessGroup(py::module& m) {
   m.def("shutdown", &smddp::engine::shutdownSharedEngine, Release());
   using smddp::process_group::HookThread;
   m.def(
-      "finish_hooks", [] { return HookThread::ofThisProcess().finish(); }, Release());
+      "finish_hooks", [] { return HookThread::ofThisProcess().waitForAll(); }, Release());
   m.def("end_hooks", [] { smddp::bindings::endPythonOf(HookThread::kName); });
   m.def(
       "report_trouble",

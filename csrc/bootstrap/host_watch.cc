@@ -66,8 +66,8 @@ uint64_t movedOn(const nlmsghdr& message, const Endpoint& host) {
   return 0;
 }
 
-// On all connections between this host and that one: of any process, because data that others exchange may fill a slow
-// link for seconds. 0 if the kernel does not tell.
+// Returns the bytes that all connections between this host and that one have moved. Those of other processes count,
+// because their data may fill a slow link for seconds. 0 if the kernel does not tell.
 uint64_t movedBetween(const Endpoint& host) {
   const FileDescriptor socket(::socket(AF_NETLINK, SOCK_DGRAM | SOCK_CLOEXEC, NETLINK_SOCK_DIAG));
   if (!socket) return 0;

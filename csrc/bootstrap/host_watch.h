@@ -5,7 +5,7 @@
 // silent for two more. So if the lifeline is silent, the host is also asked by new connections to the lifeline's port,
 // one in each period. The kernel answers them, whatever its processes do. They are reset at once and carry nothing.
 //
-// What counts as an answer has gone both ways: the host acknowledges what we have sent, or continues what our
+// An answer shows that both directions work: the host acknowledges what we have sent, or continues what our
 // acknowledgements allow. So two hosts, one of which no longer hears the other, give each other up at about the same
 // time. Any TCP connection between the two hosts counts, also of other processes (the kernel lists them): a link whose
 // queues hold the data of seconds is slow, not broken.
@@ -40,7 +40,7 @@ class HostWatch {
   // The process has answered.
   void onEcho() { processSilence_ = 0; }
   Silence silence() const;
-  // In a forked child.
+  // Called in a forked child.
   void close() noexcept {
     for (Attempt& attempt : attempts_) attempt.socket = FileDescriptor();
   }

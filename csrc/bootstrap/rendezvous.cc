@@ -77,7 +77,7 @@ Store::Value encode(const Note& note) {
   return writer.take();
 }
 
-// Nothing if it was withdrawn, or if the bytes are no note.
+// Returns nothing if the note was withdrawn, or if the bytes are not a note.
 std::optional<Note> decodeNote(std::span<const std::byte> bytes) {
   try {
     BlobReader reader(bytes);
@@ -275,7 +275,7 @@ std::vector<Store::Value> Rendezvous::collect(const char* what, const Deadline& 
   std::vector<std::string> keys;
   for (Rank rank = 0; rank < size_; ++rank) keys.push_back(key(what, epoch_, rank));
   if (!store_.containsAll(keys)) {
-    // One after the other: to ask for all keys again and again would be much for the store.
+    // Waits for one key after the other. To ask for all of them again and again would be much work for the store.
     for (const auto& key : keys) await(what, key, deadline);
   }
   return store_.multiGet(keys, kAnswer);

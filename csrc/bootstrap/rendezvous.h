@@ -94,7 +94,7 @@ class Rendezvous {
   std::vector<Store::Value> collect(const char* what, const Deadline& deadline);
   void publish(const char* what, std::span<const std::byte> blob);
   void unseal(const char* what, std::vector<Store::Value>& values) const;
-  // Until the key is there. Throws what makes it vain to wait for it.
+  // Waits until the key is there. Throws the reason why nobody will set it, if there is one.
   void await(const char* what, const std::string& awaited, const Deadline& deadline);
   Store::Value awaitValue(const char* what, const std::string& awaited, const Deadline& deadline);
   void readNotes(const char* what);

@@ -10,6 +10,8 @@ namespace smddp {
 
 // Nanoseconds on a clock that never goes back. The origin is arbitrary.
 using Nanoseconds = int64_t;
+// Users set times in seconds.
+constexpr Nanoseconds fromSeconds(int64_t seconds) { return seconds * 1'000'000'000; }
 
 class Clock {
  public:
@@ -22,7 +24,7 @@ class MonotonicClock final : public Clock {
   Nanoseconds now() const override {
     timespec t{};
     clock_gettime(CLOCK_MONOTONIC, &t);
-    return static_cast<Nanoseconds>(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
+    return fromSeconds(t.tv_sec) + t.tv_nsec;
   }
 };
 

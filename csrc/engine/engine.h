@@ -110,7 +110,7 @@ class Engine {
   // True in a child of fork() whose parent had left all groups: the child may make an engine of its own. It must keep
   // this one.
   bool isReplaceableInChild() const;
-  // For what is no call of a group.
+  // Runs actions on the owner that are not calls of a group.
   progress::Progress& progress() { return progress_; }
   // Throws as requireUsable(). Call it on the engine's owner: shutdown() ends the process there.
   process::Process& process() {

@@ -42,7 +42,7 @@ void shutdownSharedEngine() {
     const MutexLock lock(shared.mutex);
     engine = shared.engine;
   }
-  // Without the lock: continuations that run now may ask for the engine, too.
+  // The lock is not held here, because continuations that run now may ask for the engine, too.
   if (engine) engine->shutdown();
 }
 

@@ -159,14 +159,14 @@ class ParentMeeting final : public groups::Meeting {
     std::ranges::copy(mine, of(me_).begin());
     if (me_ == 0) {
       for (size_t rank = 1; rank < members_.size(); ++rank) begin(false, rank, kTagUp, of(rank));
-      finish();
+      waitForOpen();
       for (size_t rank = 1; rank < members_.size(); ++rank) begin(true, rank, kTagDown, *all_);
     } else {
       begin(true, 0, kTagUp, of(me_));
-      finish();
+      waitForOpen();
       begin(false, 0, kTagDown, *all_);
     }
-    finish();
+    waitForOpen();
     std::vector<std::span<const std::byte>> blocks;
     for (size_t rank = 0; rank < members_.size(); ++rank) blocks.push_back(of(rank));
     return blocks;
@@ -183,7 +183,7 @@ class ParentMeeting final : public groups::Meeting {
     open_.push_back(engine_.submit(*parent_, std::move(message)));
   }
 
-  void finish() {
+  void waitForOpen() {
     for (const auto& completion : open_) {
       engine_.wait(*parent_, *completion);
       if (completion->error()) throw *completion->error();

@@ -62,8 +62,8 @@ groups::Members StoreMeeting::exchange(const bootstrap::Introduction& mine) {
     return process.tryMap(other, why);
   };
   const bootstrap::Locality locality = inRendezvous([&] {
-    introductions_ = begin(nodes_, spec_.name).exchange(mine);
-    return nodes_->agreeOnNodes(introductions_, probe);
+    introductions_ = begin(nodeRendezvous_, spec_.name).exchange(mine);
+    return nodeRendezvous_->agreeOnNodes(introductions_, probe);
   });
   const auto& names = locality.nodeOfRank;
   const auto remote = static_cast<size_t>(std::count_if(
@@ -78,8 +78,8 @@ groups::Members StoreMeeting::exchange(const bootstrap::Introduction& mine) {
       reachable = process.introduce(mine.group);
     });
     inRendezvous([&] {
-      begin(network_, spec_.name + ".fabric").follow(*nodes_);
-      introductions_ = network_->exchange(reachable);
+      begin(networkRendezvous_, spec_.name + ".fabric").follow(*nodeRendezvous_);
+      introductions_ = networkRendezvous_->exchange(reachable);
     });
   }
   engine_.progress().call([&] { process.setNodeAgreement(locality.agreement); });
@@ -92,7 +92,7 @@ groups::Members StoreMeeting::exchange(const bootstrap::Introduction& mine) {
 // here: the one that has tried knows at once, and tells the other, which would wait for it. So does a rank whose time
 // is over.
 void StoreMeeting::complete() {
-  if (!network_) return;
+  if (!networkRendezvous_) return;
   process::Process& process = engine_.process();
   const Deadline deadline = Deadline::after(process.clock(), timeout_);
   // Usually all is settled before. The store's process serves all ranks.
@@ -148,7 +148,7 @@ void StoreMeeting::raiseMissing(const std::vector<Rank>& missing) const {
 
 void StoreMeeting::checkNotes() {
   try {
-    network_->checkNotes();
+    networkRendezvous_->checkNotes();
   } catch (const Error&) {
     othersKnow_ = true;
     throw;
@@ -158,13 +158,13 @@ void StoreMeeting::checkNotes() {
 Error StoreMeeting::tell(const Error& error) noexcept {
   tellOtherGroups(error);
   if (std::exchange(othersKnow_, true)) return error;
-  if (network_) {
-    network_->tell(error);
+  if (networkRendezvous_) {
+    networkRendezvous_->tell(error);
     return error;
   }
   const Rank jobRank = bootstrap::jobRankOf(spec_.jobRanks, spec_.me);
-  if (nodes_) {
-    nodes_->tell(
+  if (nodeRendezvous_) {
+    nodeRendezvous_->tell(
         Error(error.kind(), fmt::format("{} cannot take part: {}",
                                         bootstrap::describeThisProcess(jobRank), error.what())));
   } else {

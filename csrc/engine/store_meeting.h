@@ -44,8 +44,8 @@ class StoreMeeting final : public groups::Meeting {
   const Nanoseconds timeout_;
   const Engine::KnownMembers& known_;
   const Seal seal_;
-  std::optional<bootstrap::Rendezvous> nodes_;    // where the ranks find out who shares a node
-  std::optional<bootstrap::Rendezvous> network_;  // the next one, if there are several
+  // Here the ranks find out who shares a node, and if there are several nodes, then here exchange their addresses.
+  std::optional<bootstrap::Rendezvous> nodeRendezvous_, networkRendezvous_;
   std::vector<bootstrap::Introduction> introductions_;
   bool othersKnow_ = false;  // that this rank has failed
 };

@@ -12,7 +12,7 @@
 namespace smddp::engine {
 namespace {
 
-// So long that the bytes count and not the steps: at 1 Gbit/s, 2 nodes exchange it in 17 ms.
+// The vector is so long that its bytes take the time, and not the steps: at 1 Gbit/s, 2 nodes exchange it in 17 ms.
 constexpr size_t kElements = (2 << 20) / sizeof(float);
 // The first rounds of a format open channels and touch memory for the first time, and formats that encode touch more of
 // it: with 4 nodes on loopback bf16 takes 25, 17, 11, 11, 3, 3, 2, 3 ms. The fastest of the other rounds counts.
@@ -22,7 +22,7 @@ constexpr int kRounds = 8;
 // The memory that the allreduces read and write. If one of them fails, its group keeps this: the network may still use
 // it.
 struct Buffers {
-  std::vector<float> vector = std::vector<float>(kElements, 1.0f);
+  std::vector<float> vector;
   WireTimes times;
 };
 
@@ -40,17 +40,18 @@ void allReduce(Engine& engine, groups::Group& group, const std::shared_ptr<Buffe
   engine.run(group, std::move(request));
 }
 
-// The format that is worthwhile on all ranks, by times that are measured here.
-Wire measured(Engine& engine, groups::Group& group, const std::shared_ptr<Buffers>& buffers,
-              Nanoseconds timeout) {
+// The times of this rank.
+WireTimes measured(Engine& engine, groups::Group& group, Nanoseconds timeout) {
   const MonotonicClock clock;
+  const auto buffers = std::make_shared<Buffers>();
+  buffers->vector.assign(kElements, 1.0f);
   const std::span<float> vector = buffers->vector;
-  WireTimes& times = buffers->times;
+  WireTimes times;
   times.fill(std::numeric_limits<float>::max());
   for (int round = 0; round < kRounds; ++round) {
     for (const Wire wire : {Wire::fp32, Wire::bf16, Wire::int8}) {
       engine.progress().call([&] { group.plans.useWire(wire); });
-      // So that all begin together: four bytes, which are never encoded.
+      // Makes all ranks begin together. Its four bytes are never encoded.
       allReduce(engine, group, buffers, vector.first(1), ReduceOp::MAX, timeout);
       const Nanoseconds start = clock.now();
       allReduce(engine, group, buffers, vector, ReduceOp::AVG, timeout);
@@ -59,8 +60,7 @@ Wire measured(Engine& engine, groups::Group& group, const std::shared_ptr<Buffer
       if (round >= kWarmUps) best = std::min(best, seconds);
     }
   }
-  allReduce(engine, group, buffers, times, ReduceOp::MAX, timeout);
-  return worthwhile(times);
+  return times;
 }
 
 }  // namespace
@@ -75,6 +75,14 @@ Wire worthwhile(const WireTimes& times) {
   return best;
 }
 
+WireTimes useWorthwhile(Engine& engine, groups::Group& group, const WireTimes& mine,
+                        Nanoseconds timeout) {
+  const auto buffers = std::make_shared<Buffers>(Buffers{{}, mine});
+  allReduce(engine, group, buffers, buffers->times, ReduceOp::MAX, timeout);
+  engine.progress().call([&] { group.plans.useWire(worthwhile(buffers->times)); });
+  return buffers->times;
+}
+
 void chooseWire(Engine& engine, const std::shared_ptr<groups::Group>& group, Nanoseconds timeout) {
   if (group->wire.wire.has_value() || !group->membership.spansNodes()) return;
   // All ranks have the same reason, so none of them measures.
@@ -86,24 +94,20 @@ void chooseWire(Engine& engine, const std::shared_ptr<groups::Group>& group, Nan
               group->spec.name, *reason);
     return;
   }
-  const auto buffers = std::make_shared<Buffers>();
-  Wire chosen;
+  WireTimes times;
   try {
-    chosen = measured(engine, *group, buffers, timeout);
+    times = useWorthwhile(engine, *group, measured(engine, *group, timeout), timeout);
   } catch (...) {
     engine.destroyGroup(group);
     throw;
   }
-  engine.progress().call([&] { group->plans.useWire(chosen); });
   if (group->spec.me != 0) return;
-  const auto milliseconds = [&](Wire wire) {
-    return 1e3f * buffers->times[static_cast<size_t>(wire)];
-  };
+  const auto milliseconds = [&](Wire wire) { return 1e3f * times[static_cast<size_t>(wire)]; };
   SMDDP_LOG(Warn, "engine",
             "group \"{}\" sends {} between nodes: an allreduce of 2 MiB takes {:.3g} ms as fp32, "
             "{:.3g} ms as bf16 and {:.3g} ms as int8 (SMDDP_WIRE=auto; docs/wire.md)",
-            group->spec.name, toString(chosen), milliseconds(Wire::fp32), milliseconds(Wire::bf16),
-            milliseconds(Wire::int8));
+            group->spec.name, toString(group->plans.wire()), milliseconds(Wire::fp32),
+            milliseconds(Wire::bf16), milliseconds(Wire::int8));
 }
 
 }  // namespace smddp::engine

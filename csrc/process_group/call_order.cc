@@ -38,10 +38,10 @@ void FutureQueue::wake() {
     if (isRunning_ || waiting_.empty() || !waiting_.front()->hasEnded()) return;
     isRunning_ = true;
   }
-  engine_->progress().runBlocking([self = shared_from_this()] { self->run(); });
+  engine_->progress().runBlocking([self = shared_from_this()] { self->loop(); });
 }
 
-void FutureQueue::finish(Work& work) {
+void FutureQueue::complete(Work& work) {
   if (runningHere() == this) return work.finishFuture();
   {
     const std::lock_guard lock(mutex_);
@@ -49,7 +49,7 @@ void FutureQueue::finish(Work& work) {
     isRunning_ = true;
     waiting_.pop_front();
   }
-  finishNext(work);
+  completeNow(work);
   {
     const std::lock_guard lock(mutex_);
     isRunning_ = false;
@@ -57,11 +57,11 @@ void FutureQueue::finish(Work& work) {
   wake();
 }
 
-void FutureQueue::run() {
-  while (const auto work = next()) finishNext(*work);
+void FutureQueue::loop() {
+  while (const auto work = next()) completeNow(*work);
 }
 
-void FutureQueue::finishNext(Work& work) {
+void FutureQueue::completeNow(Work& work) {
   const auto* outer = std::exchange(runningHere(), this);
   try {
     work.finishFuture();

@@ -43,12 +43,12 @@ class FutureQueue : public std::enable_shared_from_this<FutureQueue> {
   bool add(const c10::intrusive_ptr<Work>& work);
   // Completes the future of a call that has ended, if it is the next one; otherwise a progress thread will. In a
   // callback of an earlier call, which waits for this one, it cannot wait for its turn.
-  void finish(Work& work);
+  void complete(Work& work);
 
  private:
   void wake();
-  void run();
-  void finishNext(Work& work);
+  void loop();
+  void completeNow(Work& work);
   // The next one whose call has ended; null, and the queue rests, if there is none.
   c10::intrusive_ptr<Work> next();
 

@@ -77,7 +77,7 @@ void HookThread::groupFailed(const std::shared_ptr<Hooks>& hooks, bool wasInterr
   changed_.notifyOne();
 }
 
-void HookThread::finishCalls() {
+void HookThread::waitForCalls() {
   const Deadline deadline = Deadline::after(clock_, kLongestDrain);
   MutexLock lock(mutex_);
   changed_.notifyOne();
@@ -86,10 +86,10 @@ void HookThread::finishCalls() {
   }
 }
 
-bool HookThread::finish() {
+bool HookThread::waitForAll() {
   MutexLock lock(mutex_);
   if (ended_.empty() && failed_.empty() && !isRunning_) return true;
-  const Nanoseconds longest = std::max<int64_t>(1, settings().dumpSeconds) * 1'000'000'000;
+  const Nanoseconds longest = fromSeconds(std::max<int64_t>(1, settings().dumpSeconds));
   const Deadline deadline = Deadline::after(clock_, longest);
   ++waiting_;
   changed_.notifyOne();

@@ -84,8 +84,8 @@ struct Hooks {
 // run.
 //
 // Hooks for a failure begin a second after it, when the caller has its error and has said it; or when the process ends,
-// in finish(). What needs no lock of Python comes at once: torch's health check hears of the failure, and the Flight
-// Recorder writes what it can.
+// in waitForAll(). The hooks that need no lock of Python run at once: torch's health check hears of the failure, and
+// the Flight Recorder writes what it can.
 class HookThread {
  public:
   // Never destroyed, because its thread may outlive main(). A child of fork() has another one.
@@ -94,14 +94,14 @@ class HookThread {
   static constexpr const char* kName = "smddp-hooks";
 
   void callEnded(std::shared_ptr<const Hooks> hooks, uint64_t key, float milliseconds);
-  // Once per group, whoever comes first. If a signal has interrupted this rank, its hooks do not run: somebody wants
-  // the process to end.
+  // Only the first call for a group has an effect. If a signal has interrupted this rank, its hooks do not run, because
+  // somebody wants the process to end.
   void groupFailed(const std::shared_ptr<Hooks>& hooks, bool wasInterrupted);
   // Returns when the calls that have ended are known to their hooks; waits for no hook of a failure.
-  void finishCalls();
+  void waitForCalls();
   // Returns when all hooks have run; false after SMDDP_DUMP_SECONDS, or at once if a signal has ended a wait before.
   // Throws what checkInterrupt() throws.
-  bool finish();
+  bool waitForAll();
 
  private:
   struct Ended {
@@ -118,7 +118,7 @@ class HookThread {
   HookThread();
   // False if there is no thread: the caller runs the hooks.
   bool isStarted() SMDDP_REQUIRES(mutex_);
-  // A thread in finish() waits no longer, and later ones do not wait.
+  // A thread in waitForAll() waits no longer, and later ones do not wait.
   void giveUp() SMDDP_REQUIRES(mutex_);
   void loop();
   void runEnded(MutexLock& lock) SMDDP_REQUIRES(mutex_);
@@ -134,8 +134,8 @@ class HookThread {
   bool hasThread_ SMDDP_GUARDED_BY(mutex_) = false;
   bool isParked_ SMDDP_GUARDED_BY(mutex_) = false;
   bool isRunning_ SMDDP_GUARDED_BY(mutex_) = false;
-  bool isGivenUp_ SMDDP_GUARDED_BY(mutex_) = false;  // see finish()
-  int waiting_ SMDDP_GUARDED_BY(mutex_) = 0;         // threads in finish()
+  bool isGivenUp_ SMDDP_GUARDED_BY(mutex_) = false;  // see waitForAll()
+  int waiting_ SMDDP_GUARDED_BY(mutex_) = 0;         // threads in waitForAll()
   std::vector<Ended> ended_ SMDDP_GUARDED_BY(mutex_);
   std::deque<Failed> failed_ SMDDP_GUARDED_BY(mutex_);
 };

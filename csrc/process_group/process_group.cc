@@ -190,7 +190,7 @@ void ProcessGroup::shutdown() {
   }
   leave();
   // Torch removes the hooks next.
-  if (!hooks_->completion.empty()) HookThread::ofThisProcess().finishCalls();
+  if (!hooks_->completion.empty()) HookThread::ofThisProcess().waitForCalls();
 }
 
 void ProcessGroup::leave() {

@@ -140,7 +140,7 @@ void SparseSum::proceed(const std::vector<engine::calls::CompletionPtr>& parts,
 }
 
 void SparseSum::end(std::optional<Error> error) {
-  engine_->progress().finish(*done_, std::move(error));
+  engine_->progress().complete(*done_, std::move(error));
 }
 
 }  // namespace smddp::process_group

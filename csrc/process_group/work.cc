@@ -167,7 +167,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
     if (const auto future = futureIfAny()) {
       if (call_.order) {
         // Not here if another call is before it: callbacks have one order on all ranks, which may wait in others.
-        call_.order->futures->finish(*this);
+        call_.order->futures->complete(*this);
       } else {
         finishFuture();
       }

@@ -46,7 +46,7 @@ ReceiveChannel& ChannelTable::receive(const ChannelKey& key, PeerId peer,
     SMDDP_CHECK(known->second->peer_ == peer, "{} has another peer", toString(key));
     return *known->second;
   }
-  SMDDP_CHECK(window >= 1 && window <= kMaxWindow && slotBytes >= 0 &&
+  SMDDP_CHECK(window >= 1 && window <= kMaxWindow && slotBytes >= 1 &&
                   static_cast<uint64_t>(slotBytes) <= kMaxSlotBytes,
               "{}: window of {} slots of {} bytes", toString(key), window, slotBytes);
   SMDDP_CHECK(memory.size() >= static_cast<uint64_t>(window * slotStride(slotBytes)),

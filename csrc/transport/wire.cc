@@ -39,7 +39,7 @@ std::optional<OpenMessage> parseOpen(Bytes message) {
   if (!open || open->header.tailBytes != 0 || open->reserved != 0) return std::nullopt;
   if (open->source < 0 || open->destination < 0) return std::nullopt;
   if (open->window < 1 || open->window > kMaxWindow) return std::nullopt;
-  if (open->slotBytes > kMaxSlotBytes) return std::nullopt;
+  if (open->slotBytes < 1 || open->slotBytes > kMaxSlotBytes) return std::nullopt;
   return open;
 }
 

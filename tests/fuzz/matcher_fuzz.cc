@@ -29,9 +29,9 @@ class Peer final : public operations::Matcher::Host, public transport::ControlSi
   transport::ReceiveChannel& receiveChannel(Rank) override {
     return table.receive({kGroup, 0, 0, 1, 0}, 0, window, {}, kMessageBytes, kWindow);
   }
-  void finish(operations::Transfer& transfer) override {
+  void onComplete(operations::Transfer& transfer) override {
     if (transfer.moved > transfer.bytes) std::abort();
-    (void)transfer.completion->finish(std::nullopt);
+    (void)transfer.completion->complete(std::nullopt);
   }
   bool backlogged(Rank) override { return full; }
   void onControl(transport::PeerId, Bytes message) override { (void)matcher.onControl(1, message); }

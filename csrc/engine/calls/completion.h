@@ -43,7 +43,7 @@ class Completion {
   }
 
   // For the engine. Makes the result visible; the caller runs the returned continuations when it may.
-  std::vector<std::function<void()>> finish(std::optional<Error> error) {
+  std::vector<std::function<void()>> complete(std::optional<Error> error) {
     const MutexLock lock(mutex_);
     error_ = std::move(error);
     done_.store(true, std::memory_order_release);

@@ -15,9 +15,9 @@
 
 namespace smddp::engine::calls {
 
-// The work that a thread may do only when it does not own the engine: it runs continuations, which are the user's code,
-// and frees memory of operations. To free a tensor may take Python's interpreter lock, and a thread that holds that
-// lock may wait for the engine.
+// The work that a thread may do only when it does not own the engine: to run continuations, and to free memory of
+// operations. A continuation runs the user's code. To free a tensor may take Python's interpreter lock, and a thread
+// that holds that lock may wait for the engine.
 struct Leftovers {
   std::vector<std::function<void()>> continuations;
   std::vector<std::shared_ptr<void>> memory;
@@ -36,8 +36,8 @@ struct Leftovers {
 
 class EndedOperations {
  public:
-  void finish(Completion& completion, std::optional<Error> error) {
-    for (auto& action : completion.finish(std::move(error))) add(std::move(action));
+  void complete(Completion& completion, std::optional<Error> error) {
+    for (auto& action : completion.complete(std::move(error))) add(std::move(action));
   }
   void add(std::function<void()> continuation) {
     leftovers_.continuations.push_back(std::move(continuation));

@@ -33,7 +33,7 @@ struct Request {
   PartOf partOf = PartOf::Itself;
   Pieces input;  // empty where the call works in place on the output
   Pieces output;
-  // For error feedback: what the encodings of these tensors have lost so far. As long as the input
+  // The rounding errors of the encodings of these tensors so far, for error feedback. It is as long as the input
   // (collectives::Shape). Null: no feedback. Used only if the call is encoded.
   std::shared_ptr<float[]> residual;
   Nanoseconds timeout = 0;

@@ -145,7 +145,7 @@ Group::Group(process::Process& process, const Place& place, const Members& membe
       operations(process, membership, team, channels, plans, calls, sentinel, ended, metrics_.get(),
                  numTracksFor(process.settings, membership), process.settings.fusionBytes) {
   sentinel.attach(operations, messages);
-  // Once, for the first group, which is that of all ranks: the layouts of smaller ones are rarely measured.
+  // Only the first group warns. It is that of all ranks, and layouts of smaller groups are rarely measured.
   static std::atomic<bool> looked{false};
   if (spec.me == 0 && !looked.exchange(true)) {
     warnOfOtherLayouts(*place.tuning, membership.topology);
@@ -163,7 +163,7 @@ bootstrap::Introduction Group::introductionOf(Rank rank, std::vector<std::byte> 
 }
 
 void Group::submit(calls::Message message, calls::CompletionPtr completion) {
-  if (const auto* end = sentinel.end()) {
+  if (const auto* end = sentinel.whyClosed()) {
     messages.refuse(message, *completion, *end);
     ended.release(std::move(message.keepAlive));
     return;
@@ -173,7 +173,7 @@ void Group::submit(calls::Message message, calls::CompletionPtr completion) {
 }
 
 void Group::interrupt() {
-  if (sentinel.end() == nullptr) wasInterrupted_.store(true);
+  if (sentinel.whyClosed() == nullptr) wasInterrupted_.store(true);
   sentinel.fail(Error(ErrorKind::Aborted,
                       fmt::format("{} was interrupted by a signal", membership.nameOf(spec.me))));
 }
@@ -198,18 +198,18 @@ bool Group::idle() const { return !sentinel.isSpreading() && operations.idle() &
 
 void Group::onControl(process::Peer& from, transport::Bytes message) {
   const auto rank = membership.rankOf(from);
-  if (!rank || sentinel.onControl(*rank, message) || sentinel.end() != nullptr) return;
+  if (!rank || sentinel.onControl(*rank, message) || sentinel.whyClosed() != nullptr) return;
   sentinel.attempt(calls.last() + 1, [&] { messages.onControl(*rank, message); });
 }
 
 const Error* Group::errorOfNextOperation() const {
-  const calls::Break* end = sentinel.endOf(calls.last() + 1);
+  const calls::Break* end = sentinel.whyClosedFor(calls.last() + 1);
   return end != nullptr ? &end->cause : nullptr;
 }
 
 std::optional<Error> Group::breakAsUserError() const {
-  if (sentinel.end() == nullptr) return std::nullopt;
-  return membership.failed(fmt::format("group \"{}\"", spec.name), sentinel.end()->cause);
+  if (sentinel.whyClosed() == nullptr) return std::nullopt;
+  return membership.failed(fmt::format("group \"{}\"", spec.name), sentinel.whyClosed()->cause);
 }
 
 bool Group::tryGiveBack() {

@@ -215,10 +215,10 @@ Error Sentinel::inWords(const calls::Break& broken) const {
 }
 
 void Sentinel::breakGroup(const calls::Break& broken, Origin origin) {
-  if (endOf(broken.firstBroken) != nullptr) return;
+  if (whyClosedFor(broken.firstBroken) != nullptr) return;
   // If a mate died, this process can see that before another host does, and inWords() must know it.
   if (broken.lost >= 0 && membership_.isMate(broken.lost)) process_.peers().check();
-  const bool isFirst = end() == nullptr;
+  const bool isFirst = whyClosed() == nullptr;
   forOthers_.emplace(broken);
   const ErrorKind kind = broken.cause.kind();
   if (origin == Origin::Here && (kind == ErrorKind::Resource || kind == ErrorKind::Internal)) {
@@ -232,8 +232,8 @@ void Sentinel::breakGroup(const calls::Break& broken, Origin origin) {
   for (auto& action : std::exchange(breakActions_, {})) {
     ended_.add([action = std::move(action), cause] { action(cause); });
   }
-  // Here, and not where callers get their error: before they do, the process may be asked to end, as torchrun does with
-  // all ranks when it sees that one has died.
+  // The error is logged here, and not where callers get it. Before they do, the process may be asked to end: torchrun
+  // ends all ranks when it sees that one has died.
   if (isFirst && !(hasLeft_ && cause.kind() == ErrorKind::Aborted)) {
     const std::string text = fmt::format(
         "SMDDP{}: {}", toString(cause.kind()),
@@ -323,7 +323,7 @@ void Sentinel::onInquiry(Rank from, const team::InquiryMessage& inquiry) {
     attempt(sequence, [&] { calls_.onTold(from, sequence, inquiry.call); });
   }
   // Messages have no place in the order: any error ends them.
-  if (hasLeft_ || (isMessage ? end() : endOf(sequence)) != nullptr)
+  if (hasLeft_ || (isMessage ? whyClosed() : whyClosedFor(sequence)) != nullptr)
     return channels_.tell(from, farewell());
   team::AnswerMessage answer;
   answer.group = membership_.group;
@@ -356,7 +356,7 @@ void Sentinel::leave(bool isIdle) {
   }
   // Other ranks are not told: they may still use what we have sent.
   const uint64_t next = calls_.last() + 1;
-  if (endOf(next) == nullptr) {
+  if (whyClosedFor(next) == nullptr) {
     left_.emplace(calls::Break{next, Error(ErrorKind::Usage, "the group has been destroyed")});
   }
   team_.publishLeft();

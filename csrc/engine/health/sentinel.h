@@ -46,9 +46,9 @@ class Sentinel {
 
   // Why the group takes no more calls, or none from some number on: the error that broke it, or that this rank has left
   // it. Null: it takes calls. The cause is worded for this rank.
-  const calls::Break* end() const { return broken_ ? &*broken_ : left_ ? &*left_ : nullptr; }
+  const calls::Break* whyClosed() const { return broken_ ? &*broken_ : left_ ? &*left_ : nullptr; }
   // The break with which the call of this number ends; null if it runs.
-  const calls::Break* endOf(uint64_t sequence) const {
+  const calls::Break* whyClosedFor(uint64_t sequence) const {
     if (broken_ && broken_->concerns(sequence)) return &*broken_;
     return left_ && left_->concerns(sequence) ? &*left_ : nullptr;
   }

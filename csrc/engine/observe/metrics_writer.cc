@@ -53,7 +53,7 @@ struct MetricsWriter::State {
       : metrics(std::move(counted)), pattern(settings.metrics), interval(settings.metricsSeconds) {}
 
   // The thread.
-  void run();
+  void loop();
   void write();
   void report(const std::string& path, int reason);
 
@@ -88,7 +88,7 @@ std::shared_ptr<Metrics> MetricsWriter::metricsFor(const Settings& settings) {
 MetricsWriter::MetricsWriter(std::shared_ptr<const Metrics> metrics, const Settings& settings)
     : state_(std::make_shared<State>(std::move(metrics), settings)) {
   try {
-    thread_ = std::thread([state = state_] { state->run(); });
+    thread_ = std::thread([state = state_] { state->loop(); });
   } catch (const std::system_error& error) {
     SMDDP_LOG(Warn, "engine", "there is no thread for SMDDP_METRICS, so nothing is written: {}",
               error.what());
@@ -123,7 +123,7 @@ void MetricsWriter::forget() {
   if (thread_.joinable()) thread_.detach();
 }
 
-void MetricsWriter::State::run() {
+void MetricsWriter::State::loop() {
   pthread_setname_np(pthread_self(), "smddp-metrics");
   for (bool isLast = false; !isLast;) {
     {

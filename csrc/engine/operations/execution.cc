@@ -37,7 +37,7 @@ void Execution::arrive() {
 
 void Execution::begin() {
   publish();
-  run(/*arrived=*/false);
+  startPlan(/*arrived=*/false);
 }
 
 bool Execution::advancesPlan() {
@@ -55,7 +55,7 @@ void Execution::chooseAgain() {
   shape.shared = agreement.shared;
   shape.afterArrival = agreement.afterArrival;
   entry = plans::PlanCache::Held(plans_.get(shape));
-  run(/*arrived=*/true);
+  startPlan(/*arrived=*/true);
 }
 
 void Execution::sendGrants() {
@@ -139,7 +139,7 @@ void Execution::publish() {
                         .isNear = entry->cached.fitsNear});
 }
 
-void Execution::run(bool arrived) {
+void Execution::startPlan(bool arrived) {
   const plans::CachedPlan& cached = entry->cached;
   team_.prepareStaging(track, static_cast<size_t>(cached.plan.stagingBytes), cached.putsStaging);
   channels_.open(track, cached);

@@ -75,7 +75,7 @@ class Execution {
   bool allArrived() { return team_.allArrived(track); }
   bool isPreambleDone() { return executor.preambleDone(); }
   bool advancesPlan();
-  // A plan for more operations is not, nor one that has copied although a mate has not.
+  // A plan for more operations is not right, nor is one that has copied although a mate has not.
   bool isPlanRight();
   bool isDone() { return executor.done(); }
   // Their actions.
@@ -89,7 +89,7 @@ class Execution {
   // false if the other ranks are late.
   bool sumAtOnce(const plans::PlanCache::Entry& oneShot, const calls::Request& request,
                  const transport::CallFingerprint& call);
-  // It cannot advance. For metrics.
+  // Notes for the metrics that the execution cannot advance.
   void noteWait();
   calls::InFlight inFlight() const;
 
@@ -97,7 +97,7 @@ class Execution {
   void endWait(Nanoseconds& ended);
   void publish();
   // Starts the plan, after its preamble if all have `arrived`. (sumAtOnce() starts none.)
-  void run(bool arrived);
+  void startPlan(bool arrived);
   // Fills in what does not depend on buffers. The caller adds input and output.
   plans::Binding& bind(const calls::Request& request, const transport::CallFingerprint& call);
   void bindMates(plans::Binding& binding) const;

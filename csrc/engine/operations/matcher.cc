@@ -91,7 +91,7 @@ void Matcher::sendBuffered(Transfer send) {
   if (host_.backlogged(to)) return;
   Transfer sent = std::move(leaving_.back());
   leaving_.pop_back();
-  host_.finish(sent);
+  host_.onComplete(sent);
 }
 
 std::optional<Transfer> Matcher::withdraw(const calls::Completion& receive) {
@@ -198,7 +198,7 @@ void Matcher::accept(Rank from, Announced message, Transfer transfer) {
   if (message.buffered) {
     copy(calls::Buffer(message.data.data()), calls::Buffer(transfer.message.buffer), message.bytes);
     transfer.completion->setSource(from);
-    host_.finish(transfer);
+    host_.onComplete(transfer);
     return;
   }
   MatcherMessage answer;
@@ -252,8 +252,8 @@ void Matcher::copyToSelf(Transfer& send, Transfer& receive) {
   }
   copy(calls::Buffer(send.message.buffer), calls::Buffer(receive.message.buffer), send.bytes);
   receive.completion->setSource(me_);
-  host_.finish(send);
-  host_.finish(receive);
+  host_.onComplete(send);
+  host_.onComplete(receive);
 }
 
 bool Matcher::advance() {
@@ -268,7 +268,7 @@ bool Matcher::advance() {
   while (!leaving_.empty() && !host_.backlogged(leaving_.front().message.peer)) {
     Transfer gone = std::move(leaving_.front());
     leaving_.pop_front();
-    host_.finish(gone);
+    host_.onComplete(gone);
     advanced = true;
   }
   return advanced;
@@ -277,8 +277,6 @@ bool Matcher::advance() {
 bool Matcher::pumpSend(Rank to, Queue& queue) {
   transport::SendChannel& channel = host_.sendChannel(to);
   if (!channel.isOpen()) return false;
-  if (channel.slotBytes() == 0)
-    raise(ErrorKind::Transport, "rank {} has slots of 0 bytes for messages", host_.jobRank(to));
   bool advanced = false;
   for (Transfer& transfer : queue) {
     const calls::Buffer buffer(transfer.message.buffer);
@@ -296,7 +294,7 @@ bool Matcher::pumpSend(Rank to, Queue& queue) {
          channel.flushed() >= queue.front().lastPut) {
     Transfer transfer = std::move(queue.front());
     queue.pop_front();
-    host_.finish(transfer);
+    host_.onComplete(transfer);
     advanced = true;
   }
   return advanced;
@@ -348,7 +346,7 @@ bool Matcher::pumpReceive(Rank from, Incoming& incoming) {
     Transfer finished = std::move(transfer);
     queue.pop_front();
     if (!queue.empty()) postMessages(incoming);
-    host_.finish(finished);
+    host_.onComplete(finished);
     advanced = true;
   }
   return advanced;

@@ -49,7 +49,7 @@ class Matcher {
     virtual void sendControl(Rank to, transport::Bytes message) = 0;
     virtual transport::SendChannel& sendChannel(Rank to) = 0;
     virtual transport::ReceiveChannel& receiveChannel(Rank from) = 0;
-    virtual void finish(Transfer& transfer) = 0;
+    virtual void onComplete(Transfer& transfer) = 0;
     // True if control messages to this rank still wait for room.
     virtual bool backlogged(Rank to) = 0;
     // The number of a rank in texts.

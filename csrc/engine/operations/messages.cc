@@ -137,7 +137,7 @@ void Messages::refuse(const calls::Message& message, calls::Completion& completi
                       const calls::Break& broken) {
   const std::string what = fmt::format("{} (group \"{}\")", nameOf(message), membership_.name);
   if (metrics_ != nullptr) metrics_->countError(nameOf(message), toString(broken.cause.kind()));
-  ended_.finish(completion, membership_.failed(what, broken.cause));
+  ended_.complete(completion, membership_.failed(what, broken.cause));
 }
 
 }  // namespace smddp::engine::operations

@@ -49,9 +49,9 @@ class Messages final : public calls::Watched, private Matcher::Host {
   transport::ReceiveChannel& receiveChannel(Rank from) override {
     return channels_.messageReceiver(from);
   }
-  void finish(Transfer& transfer) override {
+  void onComplete(Transfer& transfer) override {
     if (metrics_ != nullptr) count(transfer);
-    ended_.finish(*transfer.completion, std::nullopt);
+    ended_.complete(*transfer.completion, std::nullopt);
     ended_.release(std::move(transfer.message.keepAlive));
   }
   bool backlogged(Rank to) override { return channels_.hasBacklog(to); }

@@ -81,11 +81,11 @@ const Operations::Transition Operations::kTransitions[] = {
     // If a mate has ended this operation with an error, it ends with that error here too, even if we have all data:
     // with zero copy the mate may have overwritten its buffer while we read it.
     {Turn, Done, Idle, &Operations::isEndedByMate, kNothing},
-    {Turn, Done, Idle, kAlways, &Operations::finish},
+    {Turn, Done, Idle, kAlways, &Operations::completeAll},
 
     // Messages may still arrive in the buffers of a plan that runs.
     {Break, Running, Idle, &Operations::isConcerned, &Operations::abandon},
-    // Before, nothing was posted. (In Idle an operation is ended whose plan could not be made.)
+    // Before a plan runs, it has posted no buffer. (In Idle, this ends an operation whose plan could not be made.)
     {Break, Any, Idle, &Operations::isConcerned, &Operations::end},
 };
 
@@ -118,7 +118,7 @@ void Operations::submit(calls::Request request, calls::CompletionPtr completion)
   const Deadline deadline = Deadline::after(process_.clock(), request.timeout);
   const Nanoseconds now = metrics_ == nullptr ? 0 : process_.clock().now();
   pending_.push_back({std::move(request), std::move(completion), deadline, sequence, call, now});
-  if (const auto* broken = sentinel_.endOf(sequence)) return endBroken(*broken);
+  if (const auto* broken = sentinel_.whyClosedFor(sequence)) return endBroken(*broken);
   sentinel_.attempt(sequence, [&] { calls_.record(sequence, call); });
 }
 
@@ -134,7 +134,7 @@ bool Operations::runOneShot(calls::Request& request, const calls::CompletionPtr&
   bool isSummed = false;
   sentinel_.attempt(sequence, [&] { isSummed = state.sumAtOnce(*entry, request, call); });
   sentinel_.takeMatesBreaks();
-  if (isSummed && sentinel_.endOf(sequence) == nullptr) {
+  if (isSummed && sentinel_.whyClosedFor(sequence) == nullptr) {
     entry->count(1, request.bytes);
     // Not measured: it has taken next to no time.
     entry->recent.add(0);
@@ -154,7 +154,7 @@ bool Operations::runOneShot(calls::Request& request, const calls::CompletionPtr&
 
 const plans::PlanCache::Entry* Operations::oneShotPlan(const calls::Request& request) {
   // With several tracks, another execution may still run beside this one.
-  if (numTracks() > 1 || sentinel_.end() != nullptr ||
+  if (numTracks() > 1 || sentinel_.whyClosed() != nullptr ||
       request.collective != Collective::AllReduce || request.output.size() != 1) {
     return nullptr;
   }
@@ -173,7 +173,7 @@ void Operations::goOnInTable(Execution& state, Operation operation) {
   state.beganAt = process_.clock().now();
   state.combine();
   state.phase = Arrived;
-  if (const auto* broken = sentinel_.endOf(sequence)) endBroken(*broken);
+  if (const auto* broken = sentinel_.whyClosedFor(sequence)) endBroken(*broken);
 }
 
 // Small allreduces that wait behind one of the same kind join it. Only inside one node, where the arrival tells how
@@ -308,18 +308,18 @@ void Operations::agree(Execution& state) {
     operations.pop_back();
   }
   // A break that was met earlier may concern the operations that went back to the queue. Nothing else would end them.
-  if (const auto* broken = sentinel_.end()) endBroken(*broken);
+  if (const auto* broken = sentinel_.whyClosed()) endBroken(*broken);
   state.combine();
 }
 
-void Operations::finish(Execution& state) {
+void Operations::completeAll(Execution& state) {
   team_.clearBlame();
   state.entry->count(state.operations.size(), state.shape.bytes);
   const Nanoseconds now = process_.clock().now();
   state.entry->recent.add(now - state.beganAt);
   if (metrics_ != nullptr) count(state, now);
   for (Operation& operation : state.operations) {
-    ended_.finish(*operation.completion, std::nullopt);
+    ended_.complete(*operation.completion, std::nullopt);
     ended_.release(std::move(operation.request.keepAlive));
   }
   state.operations.clear();
@@ -401,15 +401,16 @@ void Operations::endWith(Operation& operation, const calls::Break& broken) {
                   operation.sequence, membership_.name);
   if (metrics_ != nullptr)
     metrics_->countError(toString(operation.request.collective), toString(broken.cause.kind()));
-  ended_.finish(*operation.completion, membership_.failed(what, broken.cause));
+  ended_.complete(*operation.completion, membership_.failed(what, broken.cause));
 }
 
 bool Operations::isConcerned(Execution& state) {
-  return !state.operations.empty() && sentinel_.endOf(state.operations.front().sequence) != nullptr;
+  return !state.operations.empty() &&
+         sentinel_.whyClosedFor(state.operations.front().sequence) != nullptr;
 }
 
 void Operations::end(Execution& state) {
-  const calls::Break& broken = *sentinel_.endOf(state.operations.front().sequence);
+  const calls::Break& broken = *sentinel_.whyClosedFor(state.operations.front().sequence);
   for (Operation& operation : state.operations) endWith(operation, broken);
   state.operations.clear();
 }

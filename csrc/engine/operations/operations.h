@@ -76,7 +76,7 @@ class Operations final : public calls::Watched {
   // Their actions.
   void take(Execution& state);
   void agree(Execution& state);
-  void finish(Execution& state);
+  void completeAll(Execution& state);
   void end(Execution& state);
   void abandon(Execution& state);
 

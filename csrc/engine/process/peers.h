@@ -68,7 +68,7 @@ class Peers {
   // Null for a process that this one has not met.
   Peer* find(const ProcessId& id);
   Peer& add(std::unique_ptr<Peer> peer);
-  // From now on lifelines tell when a process of another node is gone. Before it is connected.
+  // From now on lifelines tell when a process of another node is gone. Call it before the first one is met.
   void watch(std::unique_ptr<bootstrap::Lifeline> lifeline);
   // The address to which others connect their lifelines; empty without lifelines.
   std::vector<std::byte> lifelineAddress() const;

@@ -71,7 +71,7 @@ Process::Process(Options options, const Ownership& ownership)
       id_(options_.id ? *options_.id : bootstrap::randomProcessId()),
       memory_(options_.slabBytes, static_cast<size_t>(settings.commMemoryCacheBytes)),
       doorbell_(std::make_shared<transport::shm::Doorbell>(memory_.slab)),
-      peers_(ownership, *options_.clock, settings.hostTimeout * 1'000'000'000),
+      peers_(ownership, *options_.clock, fromSeconds(settings.hostTimeout)),
       local_(std::make_unique<Link>(
           *this, std::make_unique<transport::shm::ShmTransport>(
                      memory_.slab, transport::shm::parseStagingStores(settings.stagingStores)))) {}
@@ -141,7 +141,7 @@ void Process::openFabric(size_t remotePeers, const std::string& host) {
   if (options_.lifelines) {
     bootstrap::Lifeline::Options options;
     options.seal = Seal(settings.jobToken.text);
-    options.hostTimeout = settings.hostTimeout * 1'000'000'000;
+    options.hostTimeout = fromSeconds(settings.hostTimeout);
     lifeline = std::make_unique<bootstrap::Lifeline>(id_, host, options);
   }
   fabric_ = std::make_unique<Link>(

@@ -112,7 +112,7 @@ class WaitPolicy {
 
   // True if the health check is due; the next one is due kHealthPeriod later.
   bool healthCheckDue();
-  // For how long the owner may sleep.
+  // How long the owner may sleep.
   Nanoseconds untilHealthCheck() const;
 
   // --- work in flight that nobody waits for ---

@@ -26,7 +26,7 @@ std::optional<Error> errorOf(const std::function<void()>& step) {
   }
 }
 
-void finish(DeferredCalls::Call& call, const Error& error) {
+void endWith(DeferredCalls::Call& call, const Error& error) {
   try {
     call.end(error);
   } catch (const std::exception& thrown) {
@@ -46,7 +46,7 @@ void DeferredCalls::start() {
           "initialise in the child instead, or start it with spawn");
   }
   try {
-    thread_ = std::thread([state = state_] { run(state); });
+    thread_ = std::thread([state = state_] { loop(state); });
     startedBy_ = getpid();
   } catch (const std::system_error& error) {
     raise(ErrorKind::Resource, "no thread for calls on a device: {}", error.what());
@@ -58,7 +58,7 @@ void DeferredCalls::add(Call call) {
   if (state_->closed) {
     const Error error = *state_->closed;
     lock.unlock();
-    finish(call, error);
+    endWith(call, error);
     return;
   }
   start();
@@ -103,11 +103,11 @@ void DeferredCalls::close(const Error& error) {
     const MutexLock lock(state_->mutex);
     left.swap(state_->calls);
   }
-  for (Call& call : left) finish(call, error);
+  for (Call& call : left) endWith(call, error);
   stopWaiting(*state_, left.size());
 }
 
-void DeferredCalls::run(const std::shared_ptr<State>& state) {
+void DeferredCalls::loop(const std::shared_ptr<State>& state) {
   pthread_setname_np(pthread_self(), "smddp-deferred");
   MutexLock lock(state->mutex);
   while (true) {
@@ -153,7 +153,7 @@ void DeferredCalls::serve(State& state, Call& head) {
   }
   if (!error) error = errorOf(call.begin);
   stopWaiting(state, 1);
-  if (error) finish(call, *error);
+  if (error) endWith(call, *error);
 }
 
 }  // namespace smddp::engine::progress

@@ -62,9 +62,9 @@ class DeferredCalls {
     std::atomic<bool> stop{false};
     std::atomic<size_t> waiting{0};  // calls that have not begun
   };
-  static void run(const std::shared_ptr<State>& state);
+  static void loop(const std::shared_ptr<State>& state);
   static void serve(State& state, Call& head);
-  // So many calls no longer wait.
+  // Notes that this number of calls no longer waits.
   static void stopWaiting(State& state, size_t calls);
   void start() SMDDP_REQUIRES(state_->mutex);
 

@@ -53,8 +53,7 @@ void Progress::leaveForOwner(Inbox::Action action) {
   doorbell_->ringSelf();
 }
 
-// Each action by itself: after one that throws, the others still run, and so does the owner. The groups that have
-// something in flight break.
+// An action that throws breaks the groups with something in flight. The other actions still run, and so does the owner.
 void Progress::drainInbox() {
   while (!inbox_.empty()) {
     for (const auto& action : inbox_.take()) guarded(action);
@@ -238,7 +237,8 @@ void Progress::handOver() {
   if (policy_.noteWorkLeft()) threads_.wakeOne();
 }
 
-// Called without ownership. A continuation is the user's code: what it throws is logged, and concerns nobody else.
+// This thread does not own the engine. A continuation runs the user's code. If it throws, the error is logged, and the
+// other continuations run.
 bool Progress::runSomeContinuations() {
   if (!ownership_.tryAcquire()) return false;
   const auto ready = std::exchange(leftovers_.continuations, {});
@@ -283,8 +283,8 @@ void Progress::waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor
   handOver();
 }
 
-void Progress::finish(calls::Completion& completion, std::optional<Error> error) {
-  for (const auto& action : completion.finish(std::move(error))) action();
+void Progress::complete(calls::Completion& completion, std::optional<Error> error) {
+  for (const auto& action : completion.complete(std::move(error))) action();
   wakeWaiters();
 }
 

@@ -71,7 +71,7 @@ class Progress {
   // and throws what that throws: then this thread has let go of the engine, and what it waited for goes on.
   void waitUntil(const std::function<bool()>& done, Nanoseconds yieldFor = 0);
   // Finishes a completion that was not given to Engine::submit(), runs its continuations and wakes waiters.
-  void finish(calls::Completion& completion, std::optional<Error> error);
+  void complete(calls::Completion& completion, std::optional<Error> error);
   // Makes threads that wait look again at what they wait for.
   void wakeWaiters();
   void runContinuations() {

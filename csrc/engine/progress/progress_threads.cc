@@ -22,7 +22,7 @@ void ProgressThreads::start(std::shared_ptr<transport::shm::Slab> slab) {
   const MutexLock lock(mutex_);
   try {
     threads_.emplace_back([this, slab = std::move(slab)] {
-      const transport::shm::Lifeline lifeline(slab);
+      const transport::shm::LifeLock lifeLock(slab);
       loop();
     });
   } catch (const std::system_error& error) {
@@ -49,7 +49,7 @@ void ProgressThreads::join() {
 }
 
 void ProgressThreads::forget() {
-  // Without the lock: a thread of the parent may have held it.
+  // Takes no lock, because a thread of the parent may have held it.
   for (auto& thread : threads_) thread.detach();
 }
 
@@ -68,7 +68,7 @@ void ProgressThreads::runBlocking(std::function<void()> action) {
       return;
     }
   }
-  run(action);
+  runAndLogErrors(action);
 }
 
 // A caller that runs the engine never runs these: it might hold a lock, and wants to go on. One at a time, because it
@@ -85,11 +85,11 @@ void ProgressThreads::runBlockingActions() {
       if (!blocking_.empty()) changed_.notifyOne();
     }
     keepOneIdle();
-    run(action);
+    runAndLogErrors(action);
   }
 }
 
-void ProgressThreads::run(const std::function<void()>& action) {
+void ProgressThreads::runAndLogErrors(const std::function<void()>& action) {
   try {
     action();
   } catch (const std::exception& error) {

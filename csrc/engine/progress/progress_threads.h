@@ -1,6 +1,6 @@
 // The threads that run what callers leave in flight: one, and more when continuations or blocking actions keep it busy.
 //
-// The first thread starts with the engine, since it holds the lifeline by which the ranks of this node see that the
+// The first thread starts with the engine, since it holds the life lock by which the ranks of this node see that the
 // process lives. A thread is parked on a condition variable while there is nothing to do. It wakes four times a second;
 // with several nodes it then also checks health.
 //
@@ -48,7 +48,7 @@ class ProgressThreads {
   void loop();
   bool awaitWork();
   void runBlockingActions();
-  static void run(const std::function<void()>& action);
+  static void runAndLogErrors(const std::function<void()>& action);
 
   Progress& progress_;
   process::WaitPolicy& policy_;

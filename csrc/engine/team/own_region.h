@@ -34,7 +34,7 @@ class OwnRegion {
   void expectReaders() { mayBeRead_ = true; }
   // No mate can touch it any more.
   void allowGiveBack() { mayBeRead_ = false; }
-  // For mates, also for those that read the region later.
+  // Tells mates of the break, also those that read the region later.
   void publishBreak(const calls::Break& broken);
 
  private:

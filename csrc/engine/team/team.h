@@ -89,7 +89,7 @@ class Team {
   void publishBreak(const calls::Break& broken);
   // The next break that a mate has published and that was not read yet.
   std::optional<calls::Break> nextBreak();
-  // Once; later ones are dropped.
+  // Publishes the first trouble; later ones are dropped.
   void publishTrouble(const Trouble& trouble);
   // Returns the trouble of a mate that has made no call since.
   std::optional<Trouble> troubleOf(Rank mate) const;

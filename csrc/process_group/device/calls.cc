@@ -50,7 +50,7 @@ class WaitingOperations {
     const Error told(error.kind(), fmt::format("{}: {}", title, error.what()));
     if (error.kind() != ErrorKind::Aborted) engine_->fail(*group_, told);
     for (; begun_ < completions_.size(); ++begun_)
-      engine_->progress().finish(*completions_[begun_], told);
+      engine_->progress().complete(*completions_[begun_], told);
   }
 
  private:
@@ -85,7 +85,7 @@ class PartEnd {
   // Does nothing the second time: close() may end it, too.
   void end(const std::optional<Error>& error) {
     if (ended_.exchange(true)) return;
-    engine_->progress().finish(
+    engine_->progress().complete(
         *completion_,
         error ? std::optional(Error(error->kind(), fmt::format("{}: {}", title_, error->what())))
               : std::nullopt);

@@ -156,7 +156,7 @@ class Turns final : public DeviceTurns,
     }
     exchange_ = std::make_shared<engine::calls::Completion>();
     if (last) {
-      exchange_->then([self = shared_from_this()] { self->finish(); });
+      exchange_->then([self = shared_from_this()] { self->onLastExchange(); });
     }
     // This is the thread of deferred calls, which must not run continuations.
     path_->engine().enqueue(*path_->group(), std::move(request), exchange_);
@@ -186,7 +186,7 @@ class Turns final : public DeviceTurns,
   }
 
   // The last exchange has ended.
-  void finish() {
+  void onLastExchange() {
     const auto& error = exchange_->error();
     if (error) {
       engineFailed_ = true;

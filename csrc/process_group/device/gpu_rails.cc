@@ -79,7 +79,7 @@ class GpuRails::Turns final : public DeviceTurns, public std::enable_shared_from
   void advanceToEnd() override {
     const auto done = std::make_shared<engine::calls::Completion>();
     atEnd([engine = rails_->engine_, done](const std::optional<Error>& error) {
-      engine->progress().finish(*done, error);
+      engine->progress().complete(*done, error);
     });
     rails_->engine_->wait(*rails_->parent_, *done);
     if (done->error()) throw *done->error();

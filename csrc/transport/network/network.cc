@@ -38,7 +38,7 @@ std::unique_ptr<Transport> open(const Settings& settings, const std::string& hos
       tcp::Options{.host = host,
                    .reason = isNamed ? "by SMDDP_PROVIDER" : "no usable efa, cxi or verbs card",
                    .seal = Seal(settings.jobToken.text),
-                   .hostTimeout = settings.hostTimeout * 1'000'000'000});
+                   .hostTimeout = fromSeconds(settings.hostTimeout)});
 }
 
 }  // namespace smddp::transport::network

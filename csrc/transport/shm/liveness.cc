@@ -18,7 +18,7 @@ constexpr Nanoseconds kMillisecond = 1'000'000;
 // and a bit that the kernel sets when that thread dies. To read it costs a load. pthread_mutex_trylock() would write to
 // the cache line.
 uint32_t futexWord(const ProcessPage& page) {
-  return static_cast<uint32_t>(__atomic_load_n(&page.lifeline.__data.__lock, __ATOMIC_ACQUIRE));
+  return static_cast<uint32_t>(__atomic_load_n(&page.lifeLock.__data.__lock, __ATOMIC_ACQUIRE));
 }
 
 Life publishDeath(ProcessPage& page) {
@@ -38,25 +38,25 @@ bool timeToProbe(Mate::Probe& probe, bool held) {
 
 }  // namespace
 
-Lifeline::Lifeline(std::shared_ptr<Slab> slab) : slab_(std::move(slab)) {
+LifeLock::LifeLock(std::shared_ptr<Slab> slab) : slab_(std::move(slab)) {
   ProcessPage& page = slab_->page();
-  const int error = pthread_mutex_trylock(&page.lifeline);
-  SMDDP_CHECK(error == 0, "the lifeline is held already: {}", std::strerror(error));
-  page.lifelineHeld.store(1, std::memory_order_release);
+  const int error = pthread_mutex_trylock(&page.lifeLock);
+  SMDDP_CHECK(error == 0, "the life lock is held already: {}", std::strerror(error));
+  page.lifeLockHeld.store(1, std::memory_order_release);
 }
 
-Lifeline::~Lifeline() {
+LifeLock::~LifeLock() {
   ProcessPage& page = slab_->page();
   // In this order: a mate must not look at the mutex after the release.
-  page.lifelineHeld.store(0, std::memory_order_release);
-  pthread_mutex_unlock(&page.lifeline);
+  page.lifeLockHeld.store(0, std::memory_order_release);
+  pthread_mutex_unlock(&page.lifeLock);
 }
 
 Life lifeOf(Mate& mate) {
   ProcessPage& page = mate.page();
   const Life life = page.life.load(std::memory_order_acquire);
   if (life != Life::Running) return life;
-  const bool held = page.lifelineHeld.load(std::memory_order_acquire) != 0;
+  const bool held = page.lifeLockHeld.load(std::memory_order_acquire) != 0;
   if (held && (futexWord(page) & FUTEX_OWNER_DIED) != 0) return publishDeath(page);
   if (!timeToProbe(mate.probe(), held) || page.startTime == 0) return Life::Running;
   // With another start time the pid belongs to a new process, so our mate is dead.

@@ -12,23 +12,23 @@
 
 namespace smddp::transport::shm {
 
-// Holds our lifeline mutex. Construct and destroy it on one thread that lives as long as the process: the engine's
+// Holds our life lock. Construct and destroy it on one thread that lives as long as the process: the engine's
 // progress thread. While no thread holds the mutex, mates look at /proc instead, which is slower. If the thread ends
 // without the destructor, mates take the process for dead.
-class Lifeline {
+class LifeLock {
  public:
-  // Throws Internal if the slab's lifeline is held already.
-  explicit Lifeline(std::shared_ptr<Slab> slab);
-  ~Lifeline();
-  Lifeline(const Lifeline&) = delete;
-  Lifeline& operator=(const Lifeline&) = delete;
+  // Throws Internal if the slab's life lock is held already.
+  explicit LifeLock(std::shared_ptr<Slab> slab);
+  ~LifeLock();
+  LifeLock(const LifeLock&) = delete;
+  LifeLock& operator=(const LifeLock&) = delete;
 
  private:
   std::shared_ptr<Slab> slab_;
 };
 
-// The state of a mate. It costs two loads while the mate is running and holds its lifeline. It reads /proc at most
-// every 10 ms if the lifeline is not held, and every second otherwise (the kernel may lack robust lists). Publishes a
+// The state of a mate. It costs two loads while the mate is running and holds its life lock. It reads /proc at most
+// every 10 ms if the life lock is not held, and every second otherwise (the kernel may lack robust lists). Publishes a
 // death to all other mates.
 Life lifeOf(Mate& mate);
 

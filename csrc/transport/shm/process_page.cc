@@ -11,7 +11,7 @@
 namespace smddp::transport::shm {
 namespace {
 
-void initLifeline(pthread_mutex_t* mutex) {
+void initLifeLock(pthread_mutex_t* mutex) {
   pthread_mutexattr_t attributes;
   pthread_mutexattr_init(&attributes);
   pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
@@ -25,7 +25,7 @@ void initLifeline(pthread_mutex_t* mutex) {
 
 ProcessPage::ProcessPage(const Nonce& slabNonce)
     : pid(getpid()), startTime(startTimeOf(getpid()).value_or(0)), nonce(slabNonce) {
-  initLifeline(&lifeline);
+  initLifeLock(&lifeLock);
 }
 
 void ProcessPage::leave(std::string_view reason) {

@@ -64,8 +64,8 @@ struct ProcessPage {
   Nonce nonce;
 
   // One thread holds it for the life of the process (liveness.h). Mates only read its futex word.
-  alignas(64) pthread_mutex_t lifeline;
-  std::atomic<uint32_t> lifelineHeld{0};
+  alignas(64) pthread_mutex_t lifeLock;
+  std::atomic<uint32_t> lifeLockHeld{0};
   std::atomic<Life> life{Life::Running};
 
   alignas(64) std::atomic<Sleep> sleep{Sleep::Awake};

@@ -203,6 +203,21 @@ TEST(CreateGroup, SaysWhoDoesNotConnectInTime) {
   EXPECT_TRUE(errors[1]);
 }
 
+TEST(CreateGroup, RanksThatWouldChooseDifferentAlgorithmsAreRefused) {
+  const Watchdog watchdog;
+  runRanks({2}, [](RankContext& rank) {
+    engine::groups::GroupSpec spec{"differs", rank.rank, rank.size};
+    if (rank.rank == 0) spec.options.algorithm = "allreduce=ring";
+    try {
+      rank.engine.createGroup(rank.store, spec, kTimeout);
+      FAIL() << "made";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::Mismatch);
+      EXPECT_THAT(error.what(), HasSubstr("would choose different algorithms"));
+    }
+  });
+}
+
 // Rank 0 gets an entry of rank 1 that it cannot read, when rank 1 has already made the group.
 class SpoiledMeeting final : public engine::groups::Meeting {
  public:

@@ -283,6 +283,10 @@ TEST_P(FailureTest, ASignal) {
     EXPECT_EQ(error->kind(), ErrorKind::Aborted);
     EXPECT_THAT(error->what(), HasSubstr("rank 0 (pid "));
     EXPECT_THAT(error->what(), HasSubstr("was interrupted by a signal"));
+    // A rank whose call has failed may have the signal, too. That is then what it throws.
+    const auto call = begin(rank.engine, *rank.group, barrier(), kLong);
+    hasSignal = true;
+    EXPECT_THROW(rank.engine.wait(*rank.group, *call), Signal);
   });
   setInterruptCheck(nullptr);
 }
@@ -363,6 +367,120 @@ TEST_P(FailureTest, DestroyWithOperationsInFlight) {
           << completion->error()->what();
     }
   });
+}
+
+// An owner runs actions for other threads. One that throws does not say which group it is about.
+TEST_P(FailureTest, AnActionThatThrowsBreaksWhatIsInFlight) {
+  const int size = numRanks();
+  std::latch failed(size);
+  runRanks(GetParam(), [&](RankContext& rank) {
+    const auto idle = rank.engine.createGroup(rank.store, {"idle", rank.rank, rank.size}, kTimeout);
+    Block data(400'000);
+    CompletionPtr call;
+    if (rank.rank == 0) {
+      call = begin(rank.engine, *rank.group, allReduce(data.bytes()), kLong);
+      rank.engine.progress().post([] { throw std::runtime_error("made up"); });
+      rank.engine.wait(*rank.group, *call);
+    }
+    failed.arrive_and_wait();
+    if (!call) call = begin(rank.engine, *rank.group, allReduce(data.bytes()), kLong);
+    rank.engine.wait(*rank.group, *call);
+    ASSERT_TRUE(call->error());
+    EXPECT_EQ(call->error()->kind(), ErrorKind::Internal);
+    EXPECT_THAT(call->error()->what(), HasSubstr("rank 0"));
+    EXPECT_THAT(call->error()->what(), HasSubstr("made up"));
+    const auto done = begin(rank.engine, *idle, allReduce(data.bytes()), kLong);
+    rank.engine.wait(*idle, *done);
+    EXPECT_FALSE(done->error()) << done->error()->what();
+  });
+}
+
+// Rank 2 takes rank 0 for lost, and ends the group. But rank 0 is alive, and its mates see that.
+TEST(Failure, WhoWasGivenUpAndItsMatesHearWhoDidThat) {
+  const Watchdog watchdog;
+  std::latch heard(2);
+  runRanks({3}, [&](RankContext& rank) {
+    if (rank.rank == 2) {
+      rank.engine.progress().call([&] {
+        rank.group->team.publishBreak(
+            {1, Error(ErrorKind::PeerLost, "made up"), /*lost=*/0, /*noticedBy=*/2});
+      });
+      return heard.wait();
+    }
+    const auto error = errorOf(rank, *rank.group, barrier());
+    heard.count_down();
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->kind(), ErrorKind::PeerLost);
+    EXPECT_THAT(error->what(), testing::ContainsRegex("rank 2 \\(pid .*\\) has given up "));
+    EXPECT_THAT(error->what(),
+                HasSubstr(rank.rank == 0 ? "this rank, which is alive" : "rank 0 ("));
+    EXPECT_THAT(error->what(), HasSubstr("ended the group: made up"));
+  });
+}
+
+// A store that fails in the way that a test wants.
+class FailingStore final : public bootstrap::Store {
+ public:
+  explicit FailingStore(ErrorKind kind) : kind_(kind) {}
+  void set(const std::string&, const Value&) override { fail(); }
+  Value get(const std::string&, Nanoseconds) override { fail(); }
+  int64_t add(const std::string&, int64_t) override { fail(); }
+  bool contains(const std::string&) override { fail(); }
+
+ private:
+  [[noreturn]] void fail() const { throw Error(kind_, "made up"); }
+  const ErrorKind kind_;
+};
+
+// Rank 1 may leave because of what has failed. Rank 0 knows then why.
+TEST(Failure, OtherGroupsHearOfAFailure) {
+  const Watchdog watchdog;
+  struct Case {
+    const char* what;
+    bool isTold;
+    std::function<void(RankContext&, const std::shared_ptr<engine::groups::Group>& other)> failure;
+  };
+  const auto failsToMake = [](ErrorKind kind) {
+    return [kind](RankContext& rank, const std::shared_ptr<engine::groups::Group>&) {
+      FailingStore store(kind);
+      EXPECT_THROW(rank.engine.createGroup(store, {"never", rank.rank, rank.size}, kTimeout),
+                   Error);
+    };
+  };
+  const Case cases[] = {
+      {"an error", true,
+       [](RankContext& rank, const auto& other) {
+         rank.engine.fail(*other, Error(ErrorKind::Transport, "made up"));
+       }},
+      {"an abort", true,
+       [](RankContext& rank, const auto& other) {
+         rank.engine.fail(*other, Error(ErrorKind::Aborted, "made up"));
+       }},
+      {"a group that is left with calls in flight", false,
+       [](RankContext& rank, const auto& other) {
+         begin(rank.engine, *other, barrier(), kLong);
+         rank.engine.destroyGroup(other);
+       }},
+      {"a rank that is lost while a group is made", true, failsToMake(ErrorKind::PeerLost)},
+      {"a group that could not be made", false, failsToMake(ErrorKind::Timeout)},
+  };
+  for (const Case& each : cases) {
+    SCOPED_TRACE(each.what);
+    std::latch failed(2), looked(2);
+    runRanks({2}, [&](RankContext& rank) {
+      const auto other =
+          rank.engine.createGroup(rank.store, {"other", rank.rank, rank.size}, kTimeout);
+      if (rank.rank == 1) each.failure(rank, other);
+      failed.arrive_and_wait();
+      std::optional<engine::team::Trouble> trouble;
+      rank.engine.progress().call([&] { trouble = rank.group->team.troubleOf(1); });
+      EXPECT_EQ(trouble.has_value(), each.isTold);
+      if (trouble) {
+        EXPECT_THAT(trouble->text, HasSubstr("made up"));
+      }
+      looked.arrive_and_wait();
+    });
+  }
 }
 
 // The process may go on for long without another call of the engine.

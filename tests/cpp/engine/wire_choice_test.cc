@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <string>
 #include <vector>
 
@@ -71,6 +72,24 @@ TEST(WireChoice, AllRanksMeasureAndTakeTheSame) {
   });
   EXPECT_EQ(chosen[0], chosen[1]);
   EXPECT_EQ(sums[0], sums[1]);
+}
+
+TEST(WireChoice, TheSlowestRankDecides) {
+  // By rank: the times of fp32, bf16, int8.
+  struct Case {
+    std::array<WireTimes, 2> times;
+    Wire chosen;
+  };
+  test::runRanks({1, 1}, [](RankContext& rank) {
+    const auto group = rank.engine.createGroup(rank.store, specOf(rank, "auto"), test::kTimeout);
+    for (const auto& [times, chosen] : {Case{{{{12, 7, 6}, {11, 9, 9}}}, Wire::bf16},
+                                        Case{{{{12, 5, 3}, {1, 12, 4}}}, Wire::int8},
+                                        Case{{{{12, 5, 3}, {1, 12, 11}}}, Wire::fp32}}) {
+      const auto& mine = times[static_cast<size_t>(rank.rank)];
+      EXPECT_EQ(useWorthwhile(rank.engine, *group, mine, test::kTimeout)[0], 12);
+      EXPECT_EQ(group->plans.wire(), chosen);
+    }
+  });
 }
 
 TEST(WireChoice, TakesAShorterFormatOnlyForAQuarterOfTheTime) {

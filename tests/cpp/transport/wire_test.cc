@@ -103,6 +103,8 @@ TEST(Wire, ValuesThatWouldBeUsedAsSizesAreChecked) {
   EXPECT_TRUE(refused([](OpenMessage& m) { m.window = 0; }));
   EXPECT_TRUE(refused([](OpenMessage& m) { m.window = kMaxWindow + 1; }));
   EXPECT_TRUE(refused([](OpenMessage& m) { m.slotBytes = kMaxSlotBytes + 1; }));
+  // The sender of a long message would never come to its end.
+  EXPECT_TRUE(refused([](OpenMessage& m) { m.slotBytes = 0; }));
   EXPECT_TRUE(refused([](OpenMessage& m) { m.source = -1; }));
   EXPECT_TRUE(refused([](OpenMessage& m) { m.destination = -1; }));
   EXPECT_TRUE(refused([](OpenMessage& m) { m.reserved = 1; }));

@@ -3,12 +3,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <latch>
 #include <sstream>
 #include <thread>
 
 #include "engine/calls.h"
 #include "engine/observe/metrics_text.h"
+#include "engine/observe/metrics_writer.h"
 #include "support/ranks.h"
 
 namespace smddp::test {
@@ -39,6 +41,18 @@ TEST(Metrics, EverySizeIsInItsClass) {
     EXPECT_EQ(classOf(limit + 1), ++expected);
   }
   EXPECT_EQ(classOf(1000 * kGiB), kNames.size() - 1);
+}
+
+TEST(Metrics, NothingIsLeftOfASnapshotThatCannotTakeItsPlace) {
+  const auto folder = std::filesystem::temp_directory_path() / fmt::format("metrics_{}", getpid());
+  std::filesystem::create_directories(folder / "mine.prom");
+  Settings settings;
+  settings.metrics.text = folder / "mine";
+  engine::observe::MetricsWriter writer(std::make_shared<Metrics>(), settings);
+  writer.stop();
+  EXPECT_TRUE(std::filesystem::exists(folder / "mine.jsonl"));
+  EXPECT_FALSE(std::filesystem::exists(folder / "mine.prom.new"));
+  std::filesystem::remove_all(folder);
 }
 
 Metrics::CallTotals onlyCallsOf(const Metrics& metrics) {

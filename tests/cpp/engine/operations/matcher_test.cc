@@ -242,6 +242,22 @@ TEST_P(MatcherTest, WhatNobodyComesBackForIsDone) {
   });
 }
 
+// No thread takes up what is left, so it stays as it is.
+TEST(WaitScope, CountsAsAWaitUntilItsEnd) {
+  runRanks(
+      {1},
+      [](RankContext& rank) {
+        Data never(10);
+        {
+          const engine::progress::WaitScope waiting(rank.engine.progress());
+          receive(rank, kAnySource, never);
+          EXPECT_FALSE(rank.engine.progress().hasUnattendedWork());
+        }
+        EXPECT_TRUE(rank.engine.progress().hasUnattendedWork());
+      },
+      [](Rank, engine::Engine::Options& options) { options.progressThread = false; });
+}
+
 TEST_P(MatcherTest, AnySourceSaysWhoItWas) {
   runRanks(GetParam(), [](RankContext& rank) {
     constexpr int kRounds = 5;
@@ -352,7 +368,7 @@ struct CannotSend final : engine::operations::Matcher::Host {
   void sendControl(Rank, transport::Bytes) override { raise(ErrorKind::Resource, "no socket"); }
   transport::SendChannel& sendChannel(Rank) override { std::abort(); }
   transport::ReceiveChannel& receiveChannel(Rank) override { std::abort(); }
-  void finish(engine::operations::Transfer&) override {}
+  void onComplete(engine::operations::Transfer&) override {}
   bool backlogged(Rank) override { return false; }
 };
 

@@ -36,11 +36,11 @@ TEST_F(ProgressTest, PostLetsGoAfterAnActionThatThrows) {
   EXPECT_FALSE(ownership_.isTaken());
 }
 
-TEST_F(ProgressTest, FinishRunsWhatWaitsForTheCompletion) {
+TEST_F(ProgressTest, CompleteRunsWhatWaitsForTheCompletion) {
   calls::Completion completion;
   int numRuns = 0;
   completion.then([&] { ++numRuns; });
-  progress_.finish(completion, Error(ErrorKind::Aborted, "enough"));
+  progress_.complete(completion, Error(ErrorKind::Aborted, "enough"));
   EXPECT_EQ(numRuns, 1);
   ASSERT_TRUE(completion.done() && completion.error());
   EXPECT_EQ(completion.error()->kind(), ErrorKind::Aborted);

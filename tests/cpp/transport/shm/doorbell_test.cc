@@ -284,7 +284,7 @@ TEST(Doorbell, RingingTheDeadIsHarmless) {
   for (const bool openedBefore : {false, true}) {
     Child child([](const Child::Line& line) {
       const auto slab = Slab::create();
-      const Lifeline lifeline(slab);
+      const LifeLock lifeLock(slab);
       Doorbell doorbell(slab);
       line.send(slab->address());
       const int never = eventfd(0, EFD_CLOEXEC);

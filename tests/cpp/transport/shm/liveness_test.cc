@@ -28,7 +28,7 @@ TEST(Liveness, KilledProcessIsSeenThoughNobodyReapsIt) {
   for (const int signal : {SIGKILL, SIGTERM, SIGSEGV}) {
     Child child(processThat([](const Child::Line& line, const auto& slab) {
       ::signal(SIGSEGV, SIG_DFL);  // the sanitizers have a handler
-      const Lifeline lifeline(slab);
+      const LifeLock lifeLock(slab);
       line.send('r');
       pause();
       return 0;
@@ -46,10 +46,10 @@ TEST(Liveness, KilledProcessIsSeenThoughNobodyReapsIt) {
   }
 }
 
-TEST(Liveness, LifelineMayBeHeldByAnotherThread) {
+TEST(Liveness, LifeLockMayBeHeldByAnotherThread) {
   Child child(processThat([](const Child::Line& line, const auto& slab) {
     std::thread([&] {
-      const Lifeline lifeline(slab);
+      const LifeLock lifeLock(slab);
       line.send('r');
       pause();
     }).join();
@@ -62,7 +62,7 @@ TEST(Liveness, LifelineMayBeHeldByAnotherThread) {
   EXPECT_TRUE(eventually([&] { return lifeOf(*mate) == Life::Died; }));
 }
 
-TEST(Liveness, ProcessWithoutLifelineIsSeenToo) {
+TEST(Liveness, ProcessWithoutLifeLockIsSeenToo) {
   Child child(processThat([](const Child::Line&, const auto&) {
     pause();
     return 0;
@@ -73,9 +73,9 @@ TEST(Liveness, ProcessWithoutLifelineIsSeenToo) {
   EXPECT_TRUE(eventually([&] { return lifeOf(*mate) == Life::Died; })) << "as a zombie";
 }
 
-TEST(Liveness, ReleasedLifelineIsNoDeath) {
+TEST(Liveness, ReleasedLifeLockIsNoDeath) {
   Child child(processThat([](const Child::Line& line, const auto& slab) {
-    for (int i = 0; i < 20'000; ++i) Lifeline{slab};
+    for (int i = 0; i < 20'000; ++i) LifeLock{slab};
     line.send('r');
     line.receive<char>();
     return 0;
@@ -92,11 +92,11 @@ TEST(Liveness, ReleasedLifelineIsNoDeath) {
 
 TEST(Liveness, LeavingIsNotDying) {
   Child child(processThat([](const Child::Line& line, const auto& slab) {
-    const Lifeline lifeline(slab);
+    const LifeLock lifeLock(slab);
     line.receive<char>();
     slab->page().leave("shutdown was called");
     slab->page().leave("and again");
-    _exit(0);  // the process ends while the thread with the lifeline still runs
+    _exit(0);  // the process ends while the thread with the life lock still runs
     return 0;
   }));
   const auto mate = Mate::attach(child.receive<SegmentAddress>());
@@ -109,7 +109,7 @@ TEST(Liveness, LeavingIsNotDying) {
 
 TEST(Liveness, ExitWithoutGoodbyeIsADeath) {
   Child child(processThat([](const Child::Line& line, const auto& slab) {
-    const Lifeline lifeline(slab);
+    const LifeLock lifeLock(slab);
     line.receive<char>();
     _exit(0);
     return 0;

@@ -219,7 +219,7 @@ TEST(ShmTransport, SenderThatFoundNoRoomIsWokenWhenThereIsSome) {
 TEST(ShmTransport, DeadPeerIsReportedAfterItsLastMessageAndOnce) {
   Child child([](const Child::Line& line) {
     const auto slab = Slab::create();
-    const Lifeline lifeline(slab);
+    const LifeLock lifeLock(slab);
     ShmTransport transport(slab);
     line.send(publish(transport));
     const PeerId peer = transport.connect(line.receive<Published>().view(), "parent");

@@ -128,7 +128,7 @@ class World {
     s.key.subchannel = static_cast<uint8_t>(i);
     s.key.source = static_cast<Rank>(random_.between(0, kRanks - 1));
     s.key.destination = (s.key.source + static_cast<Rank>(random_.between(1, kRanks - 1))) % kRanks;
-    s.slotBytes = random_.between(0, 300);
+    s.slotBytes = random_.between(1, 300);
     s.window = random_.between(1, 9);
     s.sizes.resize(static_cast<size_t>(random_.between(0, 60)));
     for (auto& size : s.sizes) size = static_cast<size_t>(random_.between(0, s.slotBytes));
