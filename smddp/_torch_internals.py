@@ -100,13 +100,22 @@ def _absent(path: str, feature: str) -> Any:
     return _Absent(path.rpartition(".")[2], (), {"sentence": _sentence(path, feature)})
 
 
-def _find(path: str) -> Any:
-    """Returns what a path from torch leads to.
+_MISSING = AttributeError, ImportError
+
+
+def _look(path: str, example: Callable[[], Any] | None = None) -> Any:
+    """Returns what a path from torch leads to; all others look through this one.
+
+    Args:
+        path: such as "torch.nn.Module".
+        example: see Entry.
 
     Raises:
-        AttributeError: nothing.
-        ImportError: nothing.
+        AttributeError: it leads nowhere.
+        ImportError: it leads nowhere.
     """
+    if example is not None:
+        return getattr(example(), path.rpartition(".")[2])
     value: Any = torch
     so_far = "torch"
     for part in path.split(".")[1:]:
@@ -123,8 +132,8 @@ def _find(path: str) -> Any:
 
 def _name(path: str, feature: str, remedy: str) -> Any:
     try:
-        value = _find(path)
-    except (AttributeError, ImportError):
+        value = _look(path)
+    except _MISSING:
         value = _absent(path, feature)
     NAMES[path] = Entry(feature, remedy, value)
     return value
@@ -139,11 +148,10 @@ def _reader(path: str, feature: str, remedy: str, example: Callable[[], Any] | N
         remedy: see Entry.
         example: see Entry.
     """
-    holder, _, attribute = path.rpartition(".")
-    value: Any = operator.attrgetter(attribute)
+    value: Any = operator.attrgetter(path.rpartition(".")[2])
     try:
-        value(_find(holder) if example is None else example())
-    except (AttributeError, ImportError):
+        _look(path, example)
+    except _MISSING:
         value = _absent(path, feature)
     NAMES[path] = Entry(feature, remedy, value, example)
     return value
@@ -152,13 +160,6 @@ def _reader(path: str, feature: str, remedy: str, example: Callable[[], Any] | N
 def _noted(path: str, feature: str, remedy: str, example: Callable[[], Any] | None = None) -> None:
     """Notes a name whose use looks for it itself, because to look here would take too long."""
     NAMES[path] = Entry(feature, remedy, None, example)
-
-
-def _needs(*paths: str) -> None:
-    """Raises TorchInternalError if the installed torch lacks one of these names."""
-    for path in paths:
-        if is_absent(NAMES[path].value):
-            raise TorchInternalError(NAMES[path].value.sentence)
 
 
 # --- containers: torch.utils._pytree --------------------------------------------------------------
@@ -403,7 +404,7 @@ def apply_of(kind: Any) -> Any:
     """Returns `apply` of a class derived from torch.autograd.Function, without checks."""
     if is_absent(_function_apply):
         return _function_apply
-    return inspect.getattr_static(_find("torch._C._FunctionBase"), "apply").__get__(None, kind)
+    return inspect.getattr_static(_look("torch._C._FunctionBase"), "apply").__get__(None, kind)
 
 
 # --- modules --------------------------------------------------------------------------------------
@@ -471,9 +472,19 @@ for _attribute in ("_parameters", "_buffers", "_modules"):
     )
 
 
+_name(
+    "torch.nn.Module._apply",
+    "smp.DistributedModel",
+    "`to`, `half` and others call it, and DistributedModel overrides it",
+)
+
+
 def check_modules() -> None:
-    """Raises TorchInternalError if modules are not made as smp expects."""
-    _needs("torch.nn.Module._parameters", "torch.nn.Module._buffers", "torch.nn.Module._modules")
+    """Raises TorchInternalError if modules are not made as smp.DistributedModel expects."""
+    for attribute in ("_parameters", "_buffers", "_modules", "_apply"):
+        value = NAMES[f"torch.nn.Module.{attribute}"].value
+        if is_absent(value):
+            raise TorchInternalError(value.sentence)
 
 
 def forget_compiled(module: torch.nn.Module) -> None:
@@ -590,8 +601,8 @@ call_when_cuda_starts = _name(
 )
 _noted(
     "torch.distributed.Backend._plugins",
-    "",
-    "the backends that are registered. If it is gone, _registration.py asks Backend.backend_list",
+    "smddp, to register its backend once only,",
+    "the backends that are registered; _registration.py does without it",
 )
 
 
@@ -631,10 +642,9 @@ class _Place(NamedTuple):
 
 
 def _place(path: str) -> _Place:
+    _look(path)
     holder, _, attribute = path.rpartition(".")
-    place = _Place(_find(holder), attribute)
-    place.held()
-    return place
+    return _Place(_look(holder), attribute)
 
 
 def _cell(path: str) -> _Place:
@@ -642,8 +652,7 @@ def _cell(path: str) -> _Place:
 
     Scripts that have imported the wrapper by name call what is in the cell.
     """
-    wrapper = _find(path)
-    wrapped = wrapper.__wrapped__
+    wrapper, wrapped = _look(path.rpartition(".")[0]), _look(path)
     for cell in wrapper.__closure__ or ():
         if cell.cell_contents is wrapped:
             return _Place(cell, "cell_contents")
@@ -683,7 +692,7 @@ class Patch:
         self._replaced: list[tuple[_Place, bool]] = []
         try:
             self.original = find(places[0]).held()
-        except (AttributeError, ImportError):
+        except _MISSING:
             self.original = _absent(places[0], feature)
         PATCHES.append(self)
 
@@ -695,11 +704,11 @@ class Patch:
         """
         try:
             first = self._find(self.places[0])
-        except (AttributeError, ImportError) as error:
+        except _MISSING as error:
             raise TorchInternalError(_sentence(self.places[0], self.feature)) from error
         places = [first]
         for path in self.places[1:]:
-            with contextlib.suppress(AttributeError, ImportError):
+            with contextlib.suppress(*_MISSING):
                 place = self._find(path)
                 if place.held() is first.held():
                     places.append(place)
@@ -841,7 +850,7 @@ SAVED_TENSORS_HOOKS = Patch(
 
 def _of_clipping(function: str) -> Patch:
     return Patch(
-        f"torch.nn.utils.{function}",
+        f"torch.nn.utils.{function}.__wrapped__",
         owner="smp",
         feature=f"torch.nn.utils.{function}, while there is an smp.DistributedModel,",
         remedy="torch wraps it by a function without gradients, in whose cell it is: ranks have to "

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
+from smddp._torch_internals import check_modules
 from smddp.modelparallel.core.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.torch.common.example import Example
 from smddp.modelparallel.torch.common.structure import map_tensors
@@ -149,6 +150,7 @@ class DistributedModel(ModelQueries):
         find_unused_parameters: bool = False,
     ) -> None:
         super().__init__()
+        check_modules()
 
         def made() -> nn.Module:
             _check(module, trace_device, trace_execution_times, backward_passes_per_step)

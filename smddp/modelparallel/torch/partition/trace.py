@@ -26,6 +26,7 @@ from smddp._torch_internals import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    TorchInternalError,
     forget_compiled,
     mark_as_parameter,
     operation_packet,
@@ -126,6 +127,8 @@ def _trace(root: nn.Module, args: Any, kwargs: Any, times: bool) -> Trace:
         if not times or divided:
             try:
                 return _on_fake_tensors(root, args, kwargs)
+            except TorchInternalError:
+                raise
             except Exception as error:
                 why = ""
                 if any(map(is_delayed, root.parameters())):
@@ -142,6 +145,8 @@ def _trace(root: nn.Module, args: Any, kwargs: Any, times: bool) -> Trace:
                 log.info("smp: tracing with fake tensors failed (%s); using real data", error)
         try:
             return _on_real_data(root, args, kwargs)
+        except TorchInternalError:
+            raise
         except Exception as error:
             # The model's own error, most likely; the step will show it in its place.
             log.warning("smp: the model could not be traced: %s", error)
