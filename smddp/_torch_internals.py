@@ -130,6 +130,20 @@ def _look(path: str, example: Callable[[], Any] | None = None) -> Any:
     return value
 
 
+def _first(*paths: str, example: Callable[[], Any] | None = None) -> str:
+    """Returns the first path that leads to something, for names that releases spell differently.
+
+    Args:
+        paths: that of the newest release first.
+        example: see Entry.
+    """
+    for path in paths:
+        with contextlib.suppress(*_MISSING):
+            _look(path, example)
+            return path
+    return paths[0]
+
+
 def _name(path: str, feature: str, remedy: str) -> Any:
     try:
         value = _look(path)

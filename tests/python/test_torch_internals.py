@@ -238,6 +238,13 @@ def test_torch_has(path: str) -> None:
     assert not internals.is_absent(entry.value)
 
 
+def test_names_that_releases_spell_differently() -> None:
+    assert internals._first("torch.made_up", "torch.nn.Module", "torch.nn") == "torch.nn.Module"
+    assert internals._first("torch.made_up", "torch.nn.made.up") == "torch.made_up"
+    found = internals._first("torch.nn.Module._hooks", "torch.nn.Module._buffers", example=nn.Module)
+    assert found == "torch.nn.Module._buffers"
+
+
 def test_attributes_of_other_classes() -> None:
     """Those that are set, not read: torch has to look at them."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
