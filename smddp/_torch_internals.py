@@ -369,7 +369,7 @@ will_execute_node = _name(
 graph_is_kept = _name(
     "torch._C._autograd._get_current_graph_task_keep_graph",
     _CALLS,
-    "torch.utils.checkpoint and compiled autograd ask for it",
+    "torch's AOT autograd asks for it",
 )
 saved_tensors_hooks_now = _name(
     "torch._C._autograd._top_saved_tensors_default_hooks",
@@ -379,13 +379,12 @@ saved_tensors_hooks_now = _name(
 current_node = _name(
     "torch._C._current_autograd_node",
     "smp, for the forecast of memory,",
-    "the node that a backward pass runs; torch.autograd.graph has a public way since 2.4 only in "
-    "hooks",
+    "the node that a backward pass runs on this thread, or None; torch.autograd.graph takes it",
 )
 next_sequence_number = _name(
     "torch._C._autograd._get_sequence_nr",
     "smp, for the forecast of memory,",
-    "the number of the next node; torch.fx.traceback uses it",
+    "the number of the next node of this thread; torch.fx.proxy reads it",
 )
 sequence_number = _reader(
     "torch._C._functions.AccumulateGrad._sequence_nr",

@@ -32,6 +32,12 @@ from smddp import _torch_internals as internals
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ROOT / "smddp" / "_torch_internals.py"
 
+
+@pytest.fixture(autouse=True)
+def _transport_between_nodes() -> None:
+    """In place of that of all tests: those of names run before anything is compiled."""
+
+
 # --- nobody else uses private names ---------------------------------------------------------------
 
 # Private names of torch that other files may use, and why.
@@ -241,7 +247,9 @@ def test_torch_has(path: str) -> None:
 def test_names_that_releases_spell_differently() -> None:
     assert internals._first("torch.made_up", "torch.nn.Module", "torch.nn") == "torch.nn.Module"
     assert internals._first("torch.made_up", "torch.nn.made.up") == "torch.made_up"
-    found = internals._first("torch.nn.Module._hooks", "torch.nn.Module._buffers", example=nn.Module)
+    found = internals._first(
+        "torch.nn.Module._hooks", "torch.nn.Module._buffers", example=nn.Module
+    )
     assert found == "torch.nn.Module._buffers"
 
 
