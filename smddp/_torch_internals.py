@@ -790,17 +790,20 @@ class Patch:
 
 
 PATCHES: list[Patch] = []
-_handles: dict[str, list[Any]] = {}
+_changes: dict[str, dict[Any, Callable[[], object]]] = {}
 
 
-def remove_when_undone(owner: str, handle: Any) -> None:
-    """Lets `undo` remove a hook that torch's public functions have registered."""
-    _handles.setdefault(owner, []).append(handle)
+def until_undone(owner: str, key: Any, make: Callable[[], Callable[[], object]]) -> None:
+    """Makes another change than a replacement, such as a hook, unless it is made.
 
-
-def has_handles(owner: str) -> bool:
-    """Says whether `undo` will remove hooks."""
-    return bool(_handles.get(owner))
+    Args:
+        owner: as of a Patch.
+        key: of the change.
+        make: makes the change, and returns what takes it back.
+    """
+    changes = _changes.setdefault(owner, {})
+    if key not in changes:
+        changes[key] = make()
 
 
 def undo(owner: str) -> None:
@@ -808,8 +811,8 @@ def undo(owner: str) -> None:
     for patch in reversed(PATCHES):
         if patch.owner == owner:
             patch.undo()
-    for handle in _handles.pop(owner, ()):
-        handle.remove()
+    for take_back in _changes.pop(owner, {}).values():
+        take_back()
 
 
 MODULE_CALLS = Patch(

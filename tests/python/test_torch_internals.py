@@ -759,6 +759,42 @@ def test_shutdown_puts_back_what_smp_has_replaced(config: dict[str, Any]) -> Non
         assert torch.equal(one, other)
 
 
+PARTS = ("torch.nn", "torch.autograd", "torch.func", "torch.optim.swa_utils", "torch._tensor")
+
+
+def all_of_torch() -> dict[Any, Any]:
+    """Returns the attributes of modules and classes of torch that models and gradients use."""
+    found: dict[Any, Any] = {}
+    for name, module in [*sys.modules.items()]:
+        if not name.startswith(PARTS):
+            continue
+        for key, value in [*vars(module).items()]:
+            found[name, key] = value
+            if isinstance(value, type) and value.__module__.startswith(PARTS):
+                found |= {(value, inner): one for inner, one in vars(value).items()}
+            for cell in getattr(value, "__closure__", None) or ():
+                with contextlib.suppress(ValueError):  # of an empty cell
+                    found[id(cell), "cell"] = cell.cell_contents
+    return found
+
+
+@on_ranks("1")
+def test_shutdown_leaves_no_other_change() -> None:
+    import smdistributed.modelparallel.torch as smp
+
+    before = all_of_torch()
+    with smp.delay_param_initialization(), smp.model_creation():
+        module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Linear(2, 2))
+    trained(smp, module)
+    during = all_of_torch()
+    smp.shutdown()
+    after = all_of_torch()
+    assert [key for key, value in before.items() if during[key] is not value]
+    assert not [key for key, value in before.items() if after[key] is not value]
+    classes = {key[0] for key in before if isinstance(key[0], type)}
+    assert not [key for key in after.keys() - before.keys() if key[0] in classes]
+
+
 @on_ranks("1")
 def test_what_groups_of_smddp_replace_can_be_put_back() -> None:
     # `import torch` replaces the others, with SMDDP_INSTEAD_OF or for ranks of mpirun.

@@ -25,8 +25,7 @@ from smddp._torch_internals import (
     backward_hooks,
     forward_hooks,
     forward_pre_hooks,
-    has_handles,
-    remove_when_undone,
+    until_undone,
 )
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.logs import warn_user
@@ -1199,9 +1198,8 @@ def _to_owners(original: Any) -> Any:
 
 def _refuse_new_parameters() -> None:
     """Makes modules of a model raise if code of a step gives them a parameter."""
-    if not has_handles("smp"):
-        register = nn.modules.module.register_module_parameter_registration_hook
-        remove_when_undone("smp", register(_refuse_new_parameter))
+    register = nn.modules.module.register_module_parameter_registration_hook
+    until_undone("smp", "parameters", lambda: register(_refuse_new_parameter).remove)
 
 
 def _refuse_new_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
