@@ -402,7 +402,7 @@ def test_torch_calls_what_is_replaced_in_groups() -> None:
         dist.init_process_group("gloo")
         work = dist.all_reduce(torch.ones(1), async_op=True)
         work.get_future().wait()
-        with contextlib.suppress(RuntimeError):  # of gloo, which cannot be split
+        with contextlib.suppress(Exception):  # gloo cannot be split; releases say so in other ways
             dist.split_group(split_ranks=[[0]])
     assert all(calls.values()), calls
 
