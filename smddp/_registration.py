@@ -33,7 +33,10 @@ def register_backend(create: Callable[[Any, Any], Any]) -> None:
     """
     import torch.distributed as dist
 
-    if not dist.is_available() or BACKEND_NAME.upper() in dist.Backend._plugins:
+    if not dist.is_available():
+        return
+    # `_torch_internals` would take a while to import; see what it says about this name.
+    if BACKEND_NAME.upper() in getattr(dist.Backend, "_plugins", ()):
         return
     # Code that asks for the devices of a group would choose cuda for its tensors.
     devices = ["cpu", "cuda"] if _may_have_gpu() else ["cpu"]
@@ -49,8 +52,6 @@ def register_backend(create: Callable[[Any, Any], Any]) -> None:
     _replaced = replaced = os.environ.get("SMDDP_INSTEAD_OF", "")
     if is_bare_rank() or replaced:
         _change_init_process_group(dist, replaced)
-    if replaced:
-        _change_groups(dist, replaced)
 
 
 def can_wait() -> bool:
@@ -141,53 +142,59 @@ def _change_init_process_group(dist: Any, replaced: str) -> None:
         dist: torch.distributed.
         replaced: SMDDP_INSTEAD_OF.
     """
-    original = dist.init_process_group
+    from smddp._torch_internals import INIT_PROCESS_GROUP
 
-    @functools.wraps(original)
-    def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        asked = None
-        with contextlib.suppress(TypeError):  # of wrong arguments; torch says so itself
-            bound = inspect.signature(original).bind(*args, **kwargs)
-            given = bound.arguments
-            backend = _replacement(dist, given.get("backend"), replaced)
-            if backend is not None:
-                _announce(given.get("backend"), given.get("rank", -1))
-                asked = "undefined" if given.get("backend") is None else str(given["backend"])
-                given |= {"backend": backend, "pg_options": None}
-                args, kwargs = bound.args, bound.kwargs
-            if names_smddp(given.get("backend")) and _reads_environment(given):
-                from smddp.launch.rendezvous import prepare_rendezvous
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            asked = None
+            if replaced:
+                _change_groups(dist, replaced)
+            with contextlib.suppress(TypeError):  # of wrong arguments; torch says so itself
+                bound = inspect.signature(original).bind(*args, **kwargs)
+                given = bound.arguments
+                backend = _replacement(dist, given.get("backend"), replaced)
+                if backend is not None:
+                    _announce(given.get("backend"), given.get("rank", -1))
+                    asked = "undefined" if given.get("backend") is None else str(given["backend"])
+                    given |= {"backend": backend, "pg_options": None}
+                    args, kwargs = bound.args, bound.kwargs
+                if names_smddp(given.get("backend")) and _reads_environment(given):
+                    from smddp.launch.rendezvous import prepare_rendezvous
 
-                prepare_rendezvous(given.get("rank", -1), given.get("world_size", -1))
-        result = original(*args, **kwargs)
-        if asked is not None:
-            _answer_as_asked(dist, dist.group.WORLD, asked)
-        return result
+                    prepare_rendezvous(given.get("rank", -1), given.get("world_size", -1))
+            result = original(*args, **kwargs)
+            if asked is not None:
+                _answer_as_asked(dist, dist.group.WORLD, asked)
+            return result
 
-    for module in (dist, dist.distributed_c10d, dist.device_mesh):
-        if getattr(module, "init_process_group", None) is original:
-            module.init_process_group = init_process_group
+        return init_process_group
+
+    INIT_PROCESS_GROUP.install(make)
 
 
 def _change_groups(dist: Any, replaced: str) -> None:
     """Makes the function through which torch creates every group replace other backends."""
-    original = dist.distributed_c10d._new_process_group_helper
+    from smddp._torch_internals import NEW_GROUP
 
-    @functools.wraps(original)
-    def create(*args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(original).bind(*args, **kwargs)
-        asked = bound.arguments["backend"]
-        backend = _replacement(dist, asked, replaced)
-        if backend is None:
-            return original(*args, **kwargs)
-        if not _announced:  # beside a group with another backend, such as nccl
-            _announce(asked, -1)
-        bound.arguments |= {"backend": dist.Backend(backend), "backend_options": None}
-        group, store = original(*bound.args, **bound.kwargs)
-        _answer_as_asked(dist, group, "undefined" if asked is None else str(asked))
-        return group, store
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def create(*args: Any, **kwargs: Any) -> Any:
+            bound = inspect.signature(original).bind(*args, **kwargs)
+            asked = bound.arguments["backend"]
+            backend = _replacement(dist, asked, replaced)
+            if backend is None:
+                return original(*args, **kwargs)
+            if not _announced:  # beside a group with another backend, such as nccl
+                _announce(asked, -1)
+            bound.arguments |= {"backend": dist.Backend(backend), "backend_options": None}
+            group, store = original(*bound.args, **bound.kwargs)
+            _answer_as_asked(dist, group, "undefined" if asked is None else str(asked))
+            return group, store
 
-    dist.distributed_c10d._new_process_group_helper = create
+        return create
+
+    NEW_GROUP.install(make)
 
 
 def _answer_as_asked(dist: Any, group: Any, asked: str) -> None:
@@ -200,12 +207,15 @@ def _answer_as_asked(dist: Any, group: Any, asked: str) -> None:
         group: that has smddp instead.
         asked: the backend that the script has named, or "undefined".
     """
+    from smddp._torch_internals import world
+
     c10d = dist.distributed_c10d
-    if group not in c10d._world.pg_map:  # this rank is not in the group
+    known = world(c10d)
+    if group not in known.pg_map:  # this rank is not in the group
         return
     name = dist.Backend(asked)
-    c10d._world.pg_map[group] = (name, c10d._world.pg_map[group][1])
-    c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(name))
+    known.pg_map[group] = (name, known.pg_map[group][1])
+    known.pg_backend_config[group] = str(c10d.BackendConfig(name))
 
 
 def _replacement(dist: Any, backend: Any, replaced: str) -> str | None:

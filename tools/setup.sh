@@ -15,7 +15,8 @@
 #   tools/setup.sh fuzz-coverage <target>   a target of build/fuzz-coverage: fuzzers that count which lines they reach
 #   tools/setup.sh lint          + the programs for `make lint`
 #
-# TORCH=2.11 selects another torch release, with its own environment and build folder.
+# TORCH=2.11 selects another torch release, with its own environment and build folder; TORCH=nightly the newest one that
+# pip finds, with development releases: PIP_EXTRA_INDEX_URL says where these are.
 # TENSORFLOW=2.16 selects another release of TensorFlow, with its own environment, build/tensorflow-2.16.
 # PYTHON selects the interpreter for the environment.
 set -euo pipefail
@@ -64,7 +65,9 @@ environment() {
   [ -x $venv/bin/python ] || "$python" -m venv $venv
   say "installing torch $torch and the Python packages into $venv (several GB the first time)"
   # Of 12 000 modules, tests import some thousands. Python compiles those when they are first imported.
-  $venv/bin/python -m pip install --quiet --no-compile "torch==$torch.*" -r tools/requirements.txt
+  local wanted=("torch==$torch.*")
+  [ "$torch" != nightly ] || wanted=(--pre --upgrade torch)
+  $venv/bin/python -m pip install --quiet --no-compile "${wanted[@]}" -r tools/requirements.txt
   echo "$key" >$stamp
 }
 

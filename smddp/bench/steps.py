@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import smddp
+from smddp._torch_internals import register_fake_backend
 from smddp.bench.measure import spread
 from smddp.bench.models import Trainee
 from smddp.bench.torch_calls import encoding
@@ -105,7 +105,7 @@ class _Contender:
 
 def _group(backend: str, wire: str, parallel: str) -> Any:
     if backend == FAKE and parallel == "fsdp":
-        importlib.import_module("torch.testing._internal.distributed.fake_pg")
+        register_fake_backend()
         return dist.new_group(backend=FAKE)
     # torch's fake backend returns work without the result that DDP reads. For DDP, FAKE is a
     # communication hook instead, on a group of gloo.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 import time
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import smddp
+from smddp._torch_internals import register_fake_backend
 from smddp.bench.contender import PLACES, Unable
 from smddp.bench.operations import Task, contribution, result
 from smddp.torch import _load
@@ -98,8 +98,7 @@ class TorchContender:
 
     def __init__(self, backend: str, memory: str, algorithm: str = "", wire: str = "") -> None:
         if backend == "fake":
-            # The import registers the backend.
-            importlib.import_module("torch.testing._internal.distributed.fake_pg")
+            register_fake_backend()
         options = None
         if algorithm or wire:
             preferred = preferring(algorithm) if algorithm else ""

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from smddp._torch_internals import COLLECT_ALL, FUTURE_ADD, FUTURE_THEN, GET_FUTURE
 
 __all__ = ["keep_order_of_callbacks"]
 
@@ -21,7 +21,6 @@ __all__ = ["keep_order_of_callbacks"]
 _orders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-@functools.cache
 def keep_order_of_callbacks(module: Any) -> None:
     """Replaces the functions of torch that make futures and add callbacks to them.
 
@@ -31,47 +30,53 @@ def keep_order_of_callbacks(module: Any) -> None:
     Args:
         module: the compiled module, `smddp.torch._C`.
     """
-    from torch._C._distributed_c10d import Work
 
-    future = torch._C.Future
-    get_future, then, add, collect = (
-        Work.get_future,
-        future.then,
-        future.add_done_callback,
-        torch._C._collect_all,
-    )
+    def get_future(original: Any) -> Any:
+        @functools.wraps(original)
+        def get_future_in_order(self: Any) -> Any:
+            result = original(self)
+            order = module.order_of(self)
+            if order is not None:
+                _orders[result] = order
+            return result
 
-    @functools.wraps(get_future)
-    def get_future_in_order(self: Any) -> Any:
-        result = get_future(self)
-        order = module.order_of(self)
-        if order is not None:
-            _orders[result] = order
-        return result
+        return get_future_in_order
 
-    @functools.wraps(then)
+    GET_FUTURE.install(get_future)
+    FUTURE_THEN.install(_then)
+    FUTURE_ADD.install(_add)
+    COLLECT_ALL.install(_collect)
+
+
+def _then(original: Any) -> Any:
+    @functools.wraps(original)
     def then_in_order(self: Any, callback: Callable[[Any], Any]) -> Any:
         order = _orders.get(self)
         if order is None:
-            return then(self, callback)
-        result = then(self, functools.partial(order.run, callback))
+            return original(self, callback)
+        result = original(self, functools.partial(order.run, callback))
         _orders[result] = order
         return result
 
-    @functools.wraps(add)
+    return then_in_order
+
+
+def _add(original: Any) -> Any:
+    @functools.wraps(original)
     def add_in_order(self: Any, callback: Callable[[Any], Any]) -> None:
         order = _orders.get(self)
-        add(self, callback if order is None else functools.partial(order.run, callback))
+        original(self, callback if order is None else functools.partial(order.run, callback))
 
-    @functools.wraps(collect)
+    return add_in_order
+
+
+def _collect(original: Any) -> Any:
+    @functools.wraps(original)
     def collect_in_order(futures: list[Any]) -> Any:
-        result = collect(futures)
+        result = original(futures)
         order = next((_orders[one] for one in futures if one in _orders), None)
         if order is not None:
             _orders[result] = order
         return result
 
-    Work.get_future = get_future_in_order  # type: ignore[method-assign]
-    future.then = then_in_order  # type: ignore[method-assign]
-    future.add_done_callback = add_in_order  # type: ignore[method-assign]
-    torch._C._collect_all = collect_in_order
+    return collect_in_order

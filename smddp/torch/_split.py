@@ -14,15 +14,17 @@ from typing import Any
 import torch.distributed as dist
 
 from smddp._registration import names_smddp
+from smddp._torch_internals import SPLIT_GROUP
 
 __all__ = ["check_lists_of_split_group"]
 
 
-@functools.cache
 def check_lists_of_split_group() -> None:
     """Replaces `split_group`, which has no hook; groups of other backends are split as before."""
-    original = dist.split_group
+    SPLIT_GROUP.install(_checked)
 
+
+def _checked(original: Any) -> Any:
     @functools.wraps(original)
     def split_group(*args: Any, **kwargs: Any) -> Any:
         with contextlib.suppress(TypeError):  # of wrong arguments; torch says so itself
@@ -34,8 +36,7 @@ def check_lists_of_split_group() -> None:
                 _check(given.get("split_ranks") or [], parent.size())
         return original(*args, **kwargs)
 
-    dist.split_group = split_group
-    dist.distributed_c10d.split_group = split_group
+    return split_group
 
 
 def _check(lists: list[list[int]], size: int) -> None:

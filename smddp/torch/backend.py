@@ -16,6 +16,12 @@ import torch
 import torch.distributed as dist
 
 from smddp._registration import BACKEND_NAME
+from smddp._torch_internals import (
+    BackendOptions,
+    backend_of_group,
+    call_when_cuda_starts,
+    set_timeout,
+)
 from smddp.launch.environment import complete_environment
 from smddp.torch._callbacks import keep_order_of_callbacks
 from smddp.torch._split import check_lists_of_split_group
@@ -34,7 +40,7 @@ def backend_of(group: dist.ProcessGroup, kind: str) -> Any:
     Raises:
         RuntimeError: the group has none for that kind.
     """
-    backend = group._get_backend(torch.device(kind))
+    backend = backend_of_group(group, torch.device(kind))
     return getattr(backend, "wrapped_pg", backend)
 
 
@@ -151,11 +157,9 @@ def _options_of(group_options: Any) -> GroupOptions:
     """
     if isinstance(group_options, GroupOptions):
         return group_options
-    from torch._C._distributed_c10d import Backend as C10dBackend
-
     # A group may have another backend for other devices. Torch passes the same options to all of
     # them.
-    if group_options is None or isinstance(group_options, C10dBackend.Options):
+    if group_options is None or isinstance(group_options, BackendOptions):
         return GroupOptions()
     raise TypeError(
         f'pg_options of backend "{BACKEND_NAME}" are smddp.GroupOptions, for example '
@@ -193,7 +197,7 @@ def _pin_device() -> None:
         return
     index = int(local) % count
     # torch.manual_seed() defers its CUDA part in the same way.
-    torch.cuda._lazy_call(lambda: torch.cuda.set_device(index))  # type: ignore[no-untyped-call]
+    call_when_cuda_starts(lambda: torch.cuda.set_device(index))
 
 
 def _gpu_name(index: int) -> str:
@@ -203,7 +207,7 @@ def _gpu_name(index: int) -> str:
 def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Creates this rank's part of an NCCL group; NCCL connects in the first call."""
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    set_timeout(options, timeout)
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 

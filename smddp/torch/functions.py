@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from smddp._registration import BACKEND_NAME, register_backend
+from smddp._torch_internals import default_group
 from smddp.torch import _load
 from smddp.torch.backend import GroupOptions, backend_of, create_process_group
 from smddp.torch.errors import (
@@ -77,7 +78,7 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
 
 
 def _backend_of(group: dist.ProcessGroup | None) -> ProcessGroup:
-    group = group or dist.distributed_c10d._get_default_group()
+    group = group or default_group()
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError("this rank is not in the group")
     backend: Any = None

@@ -16,8 +16,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from smddp._torch_internals import StorageWeakRef, storage_address
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.torch.common.buffers import version_of
 
@@ -131,7 +131,7 @@ class Offloader:
     def _item(self, tensor: torch.Tensor) -> _Item:
         storage = tensor.untyped_storage()
         place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        key = (storage._cdata, *place, version_of(tensor))
+        key = (storage_address(storage), *place, version_of(tensor))
         item = self._known.get(key)
         if item is None:
             mover = self._mover(tensor) if self._moves(tensor) else None

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from smddp._torch_internals import NormBase, saved_tensors_hooks_now
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.torch.activations.object_values import ObjectValues
 from smddp.modelparallel.torch.common.buffers import version_of
@@ -174,7 +175,7 @@ def layer_arguments(layer: nn.Module, value: Any, spread: bool) -> tuple[Any, ..
 
 def _inside_another() -> bool:
     """Says whether the calling code runs inside another checkpoint, or in hooks of the user's."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = saved_tensors_hooks_now(False)
     # Hooks of sharded parameters keep all other tensors as autograd does.
     return hooks is not None and not hasattr(hooks[0], "of_sharded_parameters")
 
@@ -266,7 +267,7 @@ class _BufferValues:
     def _has_other_values(self, buffer: _Buffer) -> bool:
         """Says whether the call has changed a buffer without a change of its version."""
         part, name, tensor, _, copy, _ = buffer
-        if tensor is None or copy is None or isinstance(part, nn.modules.batchnorm._NormBase):
+        if tensor is None or copy is None or isinstance(part, NormBase):
             return tensor is not None and part.training
         place = id(part), name, part.training
         # On a GPU, a comparison waits for all kernels. So there the first one counts.

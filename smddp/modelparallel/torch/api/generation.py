@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from smddp._torch_internals import forward_pre_hooks_with_kwargs
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.torch.api.step import step
 from smddp.modelparallel.torch.common.lost import smp_errors
@@ -128,7 +129,7 @@ def _own_head(model: DistributedModel) -> DistributedTransformerLMHead | None:
     One that has taken the place of another model takes that one's arguments, by a hook.
     """
     root = model.get_module()
-    if isinstance(root, DistributedTransformerLMHead) and not root._forward_pre_hooks_with_kwargs:
+    if isinstance(root, DistributedTransformerLMHead) and not forward_pre_hooks_with_kwargs(root):
         return root
     return None
 

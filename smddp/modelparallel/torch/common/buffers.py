@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from smddp._torch_internals import version_of_tensor
+
 __all__ = ["Buffers", "version_of", "without_repeats"]
 
 _Place = tuple[dict[str, torch.Tensor | None], str]
@@ -122,7 +124,7 @@ class Buffers:
 
 def version_of(tensor: torch.Tensor | None) -> int:
     """Returns how often a tensor, or a view of it, has changed in place; 0 if that is not known."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+    return 0 if tensor is None or tensor.is_inference() else version_of_tensor(tensor)
 
 
 def without_repeats(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:

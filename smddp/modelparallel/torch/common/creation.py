@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from smddp._torch_internals import NEW_MODULES
+
 __all__ = ["PARTITION", "each_new_module"]
 
 # Attribute of modules: the partition of the `smp.partition` context in which they were made. A
@@ -16,14 +18,16 @@ __all__ = ["PARTITION", "each_new_module"]
 PARTITION = "_smp_partition"
 
 _observers: list[Callable[[nn.Module], None]] = []
-_original_init = nn.Module.__init__
 
 
-@functools.wraps(_original_init)
-def _observed_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    _original_init(self, *args, **kwargs)
-    for observer in _observers:
-        observer(self)
+def _observed(original: Any) -> Any:
+    @functools.wraps(original)
+    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for observer in _observers:
+            observer(self)
+
+    return init
 
 
 @contextlib.contextmanager
@@ -32,12 +36,11 @@ def each_new_module(observer: Callable[[nn.Module], None]) -> Iterator[None]:
 
     Of nested contexts, the functions are called from the outermost to the innermost.
     """
-    if not _observers:
-        nn.Module.__init__ = _observed_init  # type: ignore[method-assign]
+    NEW_MODULES.install(_observed)
     _observers.append(observer)
     try:
         yield
     finally:
         _observers.pop()
         if not _observers:
-            nn.Module.__init__ = _original_init  # type: ignore[method-assign]
+            NEW_MODULES.undo()

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from smddp._torch_internals import has_compatible_type, swap_tensor_impl, without_hooks
+
 __all__ = ["current", "kind", "module", "put", "replace", "use"]
 
 
@@ -47,7 +49,7 @@ def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor: a leaf.
         value: of its dtype.
     """
-    if torch._has_compatible_shallow_copy_type(tensor, value):
+    if has_compatible_type(tensor, value):
         tensor.data = value
     else:  # one of them is on a device that is no part of torch itself
         replace(tensor, value)
@@ -64,13 +66,11 @@ def replace(tensor: torch.Tensor, value: Any) -> None:
     requires_grad, grad_dtype = tensor.requires_grad, None
     if tensor.is_leaf and requires_grad:
         grad_dtype = tensor.grad_dtype
-    hooks, later = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    tensor._backward_hooks = tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    if isinstance(tensor, nn.Parameter):
-        value = nn.Parameter(value, requires_grad)
-    else:
-        value = value.detach().requires_grad_(requires_grad)
-    torch._C._swap_tensor_impl(tensor, value)
-    if grad_dtype is not None and grad_dtype != tensor.dtype:
-        tensor.grad_dtype = grad_dtype
-    tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks, later
+    with without_hooks(tensor):
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, requires_grad)
+        else:
+            value = value.detach().requires_grad_(requires_grad)
+        swap_tensor_impl(tensor, value)
+        if grad_dtype is not None and grad_dtype != tensor.dtype:
+            tensor.grad_dtype = grad_dtype

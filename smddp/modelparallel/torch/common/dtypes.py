@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from smddp._torch_internals import BatchNorm
+
 __all__ = ["convert"]
 
 
@@ -19,7 +21,7 @@ def convert(module: nn.Module, dtype: torch.dtype, fp32_gradients: bool) -> None
         fp32_gradients: let gradients of the parameters be in fp32, whatever `dtype` is.
     """
     for part in module.modules():
-        norm = isinstance(part, nn.modules.batchnorm._BatchNorm)
+        norm = isinstance(part, BatchNorm)
         own = torch.float32 if norm else dtype
         for parameter in part._parameters.values():
             if parameter is not None and parameter.is_floating_point():

@@ -13,6 +13,8 @@ import functools
 
 import torch
 
+from smddp._torch_internals import set_sequence_number
+
 __all__ = ["forget_failed_pass", "forget_failed_passes_at_exit"]
 
 
@@ -25,7 +27,7 @@ def forget_failed_pass() -> None:
         leaf = torch.zeros((), device="cpu", requires_grad=True)
         first = leaf * 1
     assert first.grad_fn is not None
-    first.grad_fn._set_sequence_nr(0)  # type: ignore[attr-defined]
+    set_sequence_number(first.grad_fn)(0)
     torch.autograd.grad(first, leaf)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from smddp._torch_internals import class_version, set_versions_in_state_dict, versions_in_state_dict
+
 __all__ = ["versions_in", "versions_of", "with_versions"]
 
 
@@ -23,16 +25,16 @@ def with_versions(entries: dict[str, Any], versions: Any) -> dict[str, Any]:
     if versions is None:
         return entries
     found = collections.OrderedDict(entries)
-    found._metadata = versions  # type: ignore[attr-defined]
+    set_versions_in_state_dict(found, versions)
     return found
 
 
 def versions_of(entries: Mapping[str, Any]) -> Any:
     """Returns the versions that a state dict has; None if it has none."""
-    return getattr(entries, "_metadata", None)
+    return versions_in_state_dict(entries)
 
 
 def versions_in(root: nn.Module) -> Any:
     """Returns the versions of the classes of all modules in a model."""
     named = root.named_modules(remove_duplicate=False)
-    return collections.OrderedDict((name, {"version": one._version}) for name, one in named)
+    return collections.OrderedDict((name, {"version": class_version(one)}) for name, one in named)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smddp._torch_internals import broadcast_coalesced, execution_engine, graph_task
 from smddp.modelparallel.core.failure import Redo, summary
 from smddp.modelparallel.torch.common.buffers import Buffers, without_repeats
 from smddp.modelparallel.torch.data_parallel.gradient_sum import GradientSum
@@ -525,7 +526,7 @@ class DataParallel:
         """Notes a call of the model outside any step: a backward pass before it has ended."""
         # If it has failed, `_reduce_outside` has not run. But a checkpoint of torch may call the
         # model in a backward pass that is under way.
-        if torch._C._current_graph_task_id() == -1:
+        if graph_task() == -1:
             self._outside = False
 
     def outside_step(self, parameter: nn.Parameter) -> None:
@@ -533,7 +534,7 @@ class DataParallel:
         if self.size == 1 or self._outside:
             return
         self._outside = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._reduce_outside)
+        execution_engine.queue_callback(self._reduce_outside)
 
     def _reduce_outside(self) -> None:
         self._outside, self.hook_failure = False, None
@@ -593,4 +594,4 @@ class DataParallel:
         # There are many small tensors, which travel in few large messages.
         if tensors and group.size() > 1:
             detached = [without_repeats(tensor.detach()) for tensor in tensors]
-            dist._broadcast_coalesced(group, detached, _BROADCAST, source)  # type: ignore[attr-defined]
+            broadcast_coalesced(group, detached, _BROADCAST, source)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from smddp._torch_internals import LOADS, NEW_PARAMETERS, NEW_SUBCLASSES, unset_fake_temporarily
 from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.torch.delayed.life import is_delayed, with_values
 from smddp.modelparallel.torch.delayed.recorder import Recorder
@@ -47,7 +47,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
         SMPUsageError: code inside does with a tensor what cannot be delayed; the text names the
             line.
     """
-    global _recorder, _depth, _load_outside
+    global _recorder, _depth
     if not enabled:
         with contextlib.nullcontext() if _recorder is None else _recorder.paused():
             yield
@@ -55,10 +55,9 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     if _recorder is None or _recorder.settled:
         _recorder = Recorder()
     if not _depth:
-        nn.Parameter.__new__ = staticmethod(_new_parameter)  # type: ignore[method-assign]
-        torch.Tensor._make_subclass = staticmethod(_make_subclass)  # type: ignore[method-assign]
-        _load_outside = torch.load  # a script may have replaced torch's
-        torch.load = functools.wraps(_load_outside)(_load)
+        NEW_SUBCLASSES.install(_make_subclass)
+        NEW_PARAMETERS.install(_new_parameter)
+        LOADS.install(_load)
     _depth += 1
     try:
         with _recorder, _recorder.paused(False):
@@ -66,37 +65,45 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     finally:
         _depth -= 1
         if not _depth:
-            nn.Parameter.__new__ = staticmethod(_original_new)  # type: ignore[method-assign]
-            del torch.Tensor._make_subclass  # what it inherits is the original
-            torch.load = _load_outside
+            for patch in (NEW_PARAMETERS, NEW_SUBCLASSES, LOADS):
+                patch.undo()
 
 
 # Some documents of the original library use this name.
 delayed_parameter_initialization = delay_param_initialization
 
-_original_new = nn.Parameter.__new__
-_original_make: Any = torch.Tensor._make_subclass
-_load_outside: Any = torch.load
+
+def _new_parameter(original: Any) -> Any:
+    """Makes parameters of other classes at once, to keep their class."""
+
+    @functools.wraps(original)
+    def new(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if cls is not nn.Parameter and is_delayed(data):
+            data = _at_once(cls, data)
+        return original(cls, data, *args, **kwargs)
+
+    return staticmethod(new)
 
 
-@functools.wraps(_original_new)
-def _new_parameter(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Makes a parameter. Those of other classes are made at once, to keep their class."""
-    if cls is not nn.Parameter and is_delayed(data):
-        return _original_new(cls, _at_once(cls, data), *args, **kwargs)
-    return _original_new(cls, data, *args, **kwargs)
+def _make_subclass(original: Any) -> Any:
+    """Makes tensors of other classes at once, to keep their class."""
+
+    @functools.wraps(original)
+    def make(cls: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(cls, _at_once(cls, data) if is_delayed(data) else data, *args, **kwargs)
+
+    return staticmethod(make)
 
 
-@functools.wraps(_original_make)
-def _make_subclass(cls: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-    """Makes a tensor of another class. It is made at once, to keep its class."""
-    return _original_make(cls, _at_once(cls, data) if is_delayed(data) else data, *args, **kwargs)
-
-
-def _load(*args: Any, **kwargs: Any) -> Any:
+def _load(original: Any) -> Any:
     """Loads real tensors. In a fake mode torch.load returns tensors without values."""
-    with unset_fake_temporarily():
-        return _load_outside(*args, **kwargs)
+
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return original(*args, **kwargs)
+
+    return load
 
 
 def _at_once(cls: type, data: torch.Tensor) -> Any:

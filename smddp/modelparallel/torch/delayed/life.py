@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
+from smddp._torch_internals import storage_address, tree_map_only
 from smddp.modelparallel.torch.common.device import replace
 from smddp.modelparallel.torch.common.structure import tensors_in
 from smddp.modelparallel.torch.delayed.recorder import Delayed, Recorder, attributes_of_code
@@ -74,7 +74,7 @@ def memory_of(parameter: nn.Parameter) -> Any:
         return id(parameter)
     storage = parameter.untyped_storage()
     # A delayed tensor has no address, but its storage is a place in memory, too.
-    address = storage._cdata if waits else storage.data_ptr()
+    address = storage_address(storage) if waits else storage.data_ptr()
     return address, int(parameter.storage_offset()), parameter.numel(), parameter.dtype
 
 

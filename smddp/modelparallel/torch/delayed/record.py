@@ -17,8 +17,14 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
+from smddp._torch_internals import (
+    TreeSpec,
+    storage_address,
+    tree_leaves,
+    tree_unflatten,
+    version_of_tensor,
+)
 from smddp.modelparallel.core.errors import SMPUsageError
 
 __all__ = [
@@ -101,7 +107,7 @@ class Value:
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Says whether a delayed tensor still has this memory and geometry."""
-        same = self.memory.storage._cdata == tensor.untyped_storage()._cdata
+        same = storage_address(self.memory.storage) == storage_address(tensor.untyped_storage())
         return same and self.geometry == Geometry.of(tensor)
 
 
@@ -127,7 +133,7 @@ class Constant:
         if copy or (copy is None and small):
             self._tensor = tensor.detach().clone()
         elif not tensor.is_inference():
-            self._version = tensor._version
+            self._version = version_of_tensor(tensor)
 
     def get(self, call: Call) -> torch.Tensor:
         """Returns the tensor.
@@ -135,7 +141,7 @@ class Constant:
         Raises:
             SMPUsageError: it has changed since the call was recorded.
         """
-        if self._version >= 0 and self._tensor._version != self._version:
+        if self._version >= 0 and version_of_tensor(self._tensor) != self._version:
             raise SMPUsageError(
                 f"a tensor of shape {tuple(self._tensor.shape)} was changed after {call} had used "
                 "it for a parameter whose initialization is delayed. Leave it as it is until the "

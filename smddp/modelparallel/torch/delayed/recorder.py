@@ -24,9 +24,21 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from smddp._torch_internals import (
+    PARAMETER_MARK,
+    FakeTensor,
+    FakeTensorMode,
+    TreeSpec,
+    forget_fakes,
+    local_scalar_dense,
+    operation_schema,
+    storage_address,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.logs import frame_outside
 from smddp.modelparallel.torch.delayed.record import (
@@ -49,7 +61,7 @@ _DATA: Any = torch.Tensor.data
 _VALUE = "_smp_value"
 
 # They return no tensor, and depend on values.
-_READS = {_aten._local_scalar_dense.default, _aten.equal.default}
+_READS = {local_scalar_dense, _aten.equal.default}
 # They write each element of their first argument, and do not depend on its values.
 _OVERWRITES = frozenset(
     (  # noqa: SIM905
@@ -151,7 +163,7 @@ def _copied(tensor: Delayed, memo: dict[Any, Any]) -> torch.Tensor:
             copy: torch.Tensor = nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
         else:
             storage = tensor.untyped_storage()
-            place = ("storage", storage._cdata)
+            place = ("storage", storage_address(storage))
             if place not in memo:
                 count = storage.nbytes() // tensor.element_size()
                 memo[place] = tensor.detach().as_strided((count,), (1,), 0).clone()
@@ -174,7 +186,7 @@ def attributes_of_code(tensor: torch.Tensor) -> dict[str, Any]:
 def _attributes_of_torch() -> set[str]:
     with FakeTensorMode():
         names = set(torch.empty(0).__dict__)
-    return {*names, "_is_param", _VALUE}
+    return {*names, PARAMETER_MARK, _VALUE}
 
 
 class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -249,9 +261,9 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _memory_of(self, tensor: torch.Tensor) -> Memory:
         _check_kind(tensor)
         storage = tensor.untyped_storage()
-        memory = self._memories.get(storage._cdata)
+        memory = self._memories.get(storage_address(storage))
         if memory is None:
-            memory = self._memories[storage._cdata] = Memory(storage)
+            memory = self._memories[storage_address(storage)] = Memory(storage)
         return memory
 
     # --- operations -------------------------------------------------------------------------------
@@ -302,7 +314,7 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
                 # An operation that fails on shapes alone may succeed on values; else its own error
                 # is raised.
                 found = self._on_values(func, leaves, spec)
-                return torch.utils._pytree.tree_map_only(torch.Tensor, self.delay, found)
+                return tree_map_only(torch.Tensor, self.delay, found)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if made or written:
             self._record(func, leaves, spec, written, made, state)
@@ -330,11 +342,7 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
             result = super().dispatch(func, types, args, kwargs)
         finally:
             self._making_shapes = False
-            # It has weak references to its results, with which modules could not be converted, and
-            # real tensors with values, which it would change.
-            converter = self.fake_tensor_converter
-            converter.meta_converter.tensor_memo.clear()
-            converter.constant_storage_mapping.clear()
+            forget_fakes(self)
         for leaf in tree_leaves(result):
             if isinstance(leaf, FakeTensor):
                 leaf.constant = None
@@ -477,7 +485,7 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
                 drawn = _INTO[func](*args, **own, out=scratch)
         else:
             drawn = self._on_values(func, leaves, spec)
-        one = isinstance(drawn, torch.Tensor) and not func._schema.is_mutable
+        one = isinstance(drawn, torch.Tensor) and not operation_schema(func).is_mutable
         if one and drawn.nbytes <= _SMALL:
             kept: torch.Tensor = self.delay(drawn)
             return kept
@@ -541,16 +549,16 @@ def _wants_meta(kwargs: Mapping[str, Any]) -> bool:
 
 
 def _name(func: Any) -> str:
-    name: str = func._schema.name.rpartition("::")[2]
+    name: str = operation_schema(func).name.rpartition("::")[2]
     return name
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Returns the tensors that an operation writes to."""
-    if not func._schema.is_mutable:
+    if not operation_schema(func).is_mutable:
         return []
     found: list[torch.Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(operation_schema(func).arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[place] if place < len(args) else kwargs.get(argument.name)

@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from smddp._torch_internals import (
+    StorageWeakRef,
+    TorchDispatchMode,
+    storage_address,
+    storage_expired,
+)
 from smddp.modelparallel.torch.common.structure import tensors_in
 from smddp.modelparallel.torch.footprint.forecast import KINDS, Bytes
 
@@ -36,8 +40,9 @@ def count(
             if not _counts(tensor, device):
                 continue
             storage = tensor.untyped_storage()
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
+            address = storage_address(storage)
+            if address not in seen:
+                seen.add(address)
                 found[kind] += storage.nbytes()
     if total is not None:
         found["activations"] = max(total - sum(found.values()), 0)
@@ -94,9 +99,10 @@ class Census:
             if not _counts(tensor, self._device):
                 continue
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._living:
+            address = storage_address(storage)
+            if address not in self._living:
                 weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                self._living[storage._cdata] = weak, storage.nbytes()
+                self._living[address] = weak, storage.nbytes()
                 self._sum += storage.nbytes()
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -110,8 +116,8 @@ class Census:
                 self._look(moment)
 
     def _look(self, moment: str) -> None:
-        expired = torch.UntypedStorage._expired
-        for key in [key for key, (weak, _) in self._living.items() if expired(weak.cdata)]:
+        living = self._living.items()
+        for key in [key for key, (weak, _) in living if storage_expired(weak.cdata)]:
             self._sum -= self._living.pop(key)[1]
         if self._sum <= self._highest.get(moment, -1):
             return

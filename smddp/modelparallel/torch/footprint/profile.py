@@ -14,10 +14,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from smddp._torch_internals import (
+    FakeTensor,
+    StorageWeakRef,
+    TorchDispatchMode,
+    current_node,
+    next_sequence_number,
+    sequence_number,
+    storage_address,
+    storage_expired,
+)
 from smddp.modelparallel.torch.common.example import Example
 from smddp.modelparallel.torch.common.random_state import RandomState
 from smddp.modelparallel.torch.common.structure import map_tensors, tensors_in
@@ -149,7 +156,7 @@ def _profile(
     given: list[Any] = [FakeTensor(mode, shape, device) for shape, device in example.shapes]
     args, kwargs = example.arguments(given)
     known = [*model.parameters(), *model.buffers(), *given]
-    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in given}
+    sizes = {storage_address(t.untyped_storage()): t.untyped_storage().nbytes() for t in given}
     observer = _Observer(model, Profile(sum(sizes.values())), known)
     with (
         torch.autograd.set_multithreading_enabled(False),
@@ -194,7 +201,7 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.profile, self._model = profile, model
         self._numbers = {id(module): number for number, module in enumerate(model.modules())}
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._known = {storage_address(tensor.untyped_storage()) for tensor in known}
         self._keep = known  # so that no other memory gets their addresses
         self._owners: dict[int, list[int]] = {}
         for number, module in enumerate(model.modules()):
@@ -206,7 +213,7 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._living: dict[int, tuple[StorageWeakRef, int]] = {}
         self._stack = [0]
         # The visit that runs from each number of autograd's nodes on.
-        self._from = [torch._C._autograd._get_sequence_nr()]
+        self._from = [next_sequence_number()]
         self._visits = [0]
         self._last = 0
 
@@ -243,7 +250,7 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         profile.spans[0] = (0, profile.turn)
 
     def _switch(self) -> None:
-        number = torch._C._autograd._get_sequence_nr()
+        number = next_sequence_number()
         if self._from[-1] == number:
             self._visits[-1] = self._stack[-1]
         else:
@@ -287,15 +294,15 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _number_of(self, tensor: torch.Tensor) -> int | None:
         """Returns the number of a tensor's storage; None for memory that is not counted."""
-        found = self._living.get(tensor.untyped_storage()._cdata)
+        found = self._living.get(storage_address(tensor.untyped_storage()))
         return None if found is None else found[1]
 
     def _running(self) -> int:
         """Returns the visit whose code or backward pass runs."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None:
             return self._stack[-1]
-        number = node._sequence_nr()
+        number = sequence_number(node)()
         if number < _LAST_NUMBER:
             self._last = self._visits[bisect.bisect_right(self._from, number) - 1]
         return self._last
@@ -316,7 +323,7 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.layout != torch.strided:
                 continue
             storage = tensor.untyped_storage()
-            key = storage._cdata
+            key = storage_address(storage)
             if key in self._known or key in self._living:
                 continue
             self._living[key] = StorageWeakRef(storage), len(profile.storages)  # type: ignore[no-untyped-call]
@@ -328,6 +335,6 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # With very many tensors, not after each operation.
         if tick % (1 + len(self._living) // 1000):
             return
-        expired = torch.UntypedStorage._expired
-        for key in [key for key, (weak, _) in self._living.items() if expired(weak.cdata)]:
+        living = self._living.items()
+        for key in [key for key, (weak, _) in living if storage_expired(weak.cdata)]:
             self.profile.storages[self._living.pop(key)[1]].end = tick

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from smddp._torch_internals import device_types, timeout_of_options
 from smddp.modelparallel.core.topology import Topology
 from smddp.modelparallel.torch.job.collectives import Collectives
 from smddp.torch import _C
@@ -132,7 +133,7 @@ class Groups:
             # The default group is not smp's to end.
             if group is None or group is dist.group.WORLD:
                 continue
-            for kind in group._device_types:
+            for kind in device_types(group):
                 backend = backend_of(group, kind.type)
                 if isinstance(backend, _C.ProcessGroup):
                     backend.abort_because(reason)
@@ -145,9 +146,9 @@ class Groups:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Returns the timeout of a group. Without it, new groups would get torch's default."""
-    for kind in group._device_types:
+    for kind in device_types(group):
         try:
-            timeout: timedelta = backend_of(group, kind.type).options._timeout
+            timeout: timedelta = timeout_of_options(backend_of(group, kind.type).options)
         except (AttributeError, RuntimeError):
             continue
         return timeout

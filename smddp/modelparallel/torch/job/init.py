@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
+from smddp._torch_internals import default_store, undo
 from smddp.launch.environment import complete_from_launcher
 from smddp.launch.rendezvous import UNKNOWN_HOST, complete_rendezvous
 from smddp.modelparallel.core.config import (
@@ -203,7 +204,8 @@ def _store(config: Mapping[str, Any] | None, rank: int, size: int) -> distribute
         SMPInitializationError: nothing says where rank 0 is.
     """
     if dist.is_initialized():
-        return distributed_c10d._get_default_store()
+        known: distributed_c10d.Store = default_store()
+        return known
     if not _unused:
         environ = os.environ
         environ.setdefault("RANK", str(rank))
@@ -231,13 +233,17 @@ def _bring_up(cfg: Configuration, rank: int, size: int) -> None:
 
 
 def shutdown() -> None:
-    """Releases the process groups. It is called automatically when the process ends."""
+    """Releases the process groups, and puts back what smp has replaced in torch.
+
+    It is called automatically when the process ends.
+    """
     if not state.initialized:
         return
     owns = state.owns_default_group
     state.close()
     state.groups.close()
     state.clear()
+    undo("smp")
     if owns and dist.is_initialized():
         dist.destroy_process_group()
     atexit.unregister(shutdown)

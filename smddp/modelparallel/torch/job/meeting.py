@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from smddp._torch_internals import store_of_group
 from smddp.modelparallel.core.errors import SMPPeerError
 from smddp.modelparallel.core.failure import summary
 from smddp.tools._spans import spans
@@ -52,7 +53,7 @@ def together(what: str, group: dist.ProcessGroup) -> Iterator[None]:
         SMPPeerError: a rank has not made it within the timeout of the process group, or has failed
             in it.
     """
-    store = distributed_c10d._get_process_group_store(group)
+    store = store_of_group(group)
     ranks = dist.get_process_group_ranks(group)
     with _met(what, store, f"smp/meeting{next(_numbers)}", "", ranks[group.rank()], ranks):
         yield

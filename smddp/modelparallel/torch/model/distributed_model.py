@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
+from smddp._torch_internals import check_modules, until_undone
 from smddp.modelparallel.core.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.torch.common.example import Example
 from smddp.modelparallel.torch.common.structure import map_tensors
@@ -149,6 +150,7 @@ class DistributedModel(ModelQueries):
         find_unused_parameters: bool = False,
     ) -> None:
         super().__init__()
+        check_modules()
 
         def made() -> nn.Module:
             _check(module, trace_device, trace_execution_times, backward_passes_per_step)
@@ -526,7 +528,17 @@ def _name_original_forwards(module: nn.Module) -> None:
     """Gives classes `_orig_forward`, which scripts for the original library call by super()."""
     for kind in {base for part in module.modules() for base in type(part).__mro__}:
         if "forward" in vars(kind) and kind is not nn.Module and "_orig_forward" not in vars(kind):
-            kind._orig_forward = kind.forward  # type: ignore[attr-defined]
+            until_undone("smp", (kind, "_orig_forward"), functools.partial(_name_forward, kind))
+
+
+def _name_forward(kind: Any) -> Callable[[], None]:
+    kind._orig_forward = forward = kind.forward
+
+    def take_back() -> None:
+        if vars(kind).get("_orig_forward") is forward:
+            del kind._orig_forward
+
+    return take_back
 
 
 _NO_DDP = "smp.DistributedModel reduces gradients itself: do not use DistributedDataParallel"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
+from smddp._torch_internals import IncompatibleKeys
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.torch.common.versions import versions_in, versions_of, with_versions
 from smddp.modelparallel.torch.delayed.life import delayed, with_values

@@ -6,6 +6,13 @@ from typing import Any
 
 import torch
 
+from smddp._torch_internals import (
+    begin_scaling,
+    device_of_scaler,
+    scale_of_scaler,
+    states_of_scaler,
+    unscale_outside,
+)
 from smddp.modelparallel.torch.common.device import kind
 from smddp.modelparallel.torch.job.state import state
 from smddp.modelparallel.torch.optimizer.clipping import largest
@@ -39,8 +46,8 @@ class GradScaler(torch.amp.GradScaler):
         state.refuse_in_step("scaler.unscale_()", _COMPLETE)
         self._begin()
         super().unscale_(optimizer)
-        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        device = torch.device(self._device)
+        found = states_of_scaler(self)[id(optimizer)]["found_inf_per_device"]
+        device = torch.device(device_of_scaler(self))
         total = torch.zeros((), device=device)
         for value in found.values():
             total = total + value.to(device)
@@ -54,8 +61,7 @@ class GradScaler(torch.amp.GradScaler):
             self._begin()
             # A fused optimizer would look for infinite gradients itself, among those of this rank
             # only. Without this it is treated like any other.
-            if getattr(optimizer, "_step_supports_amp_scaling", False):
-                optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+            unscale_outside(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: Any = None) -> None:
@@ -67,5 +73,5 @@ class GradScaler(torch.amp.GradScaler):
 
     def _begin(self) -> None:
         # Ranks other than the first have never scaled a loss.
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        if scale_of_scaler(self) is None:
+            begin_scaling(self)(torch.device(device_of_scaler(self)))

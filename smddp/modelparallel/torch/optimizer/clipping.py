@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from smddp._torch_internals import CLIP_NORM, CLIP_VALUE, CLIP_WITH_NORM, TOTAL_NORM
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.torch.common.lost import smp_errors
@@ -76,7 +76,7 @@ def _norm_of_parts(
         for group in groups:
             dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
         return counts.count_nonzero().float()
-    total: torch.Tensor = _norm_here(gradients, norm_type).float()
+    total: torch.Tensor = TOTAL_NORM.original(gradients, norm_type).float()
     for group in groups:
         total = _over_group(total, norm_type, group)
     return total
@@ -112,7 +112,7 @@ def _global_norm(parameters: Iterable[Any], norm_type: float) -> torch.Tensor:
     for parameter in parameters:
         if parameter.grad is not None:
             found.setdefault(_groups_of(parameter), []).append(parameter.grad)
-    total: torch.Tensor = _norm_here(found.pop((), []), norm_type)
+    total: torch.Tensor = TOTAL_NORM.original(found.pop((), []), norm_type)
     model = state.current_model()
     if model is None:
         return total
@@ -167,7 +167,7 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
             return torch.tensor(-1.0)
         parameters = stand_ins.masters()
     total = global_norm(parameters, norm_type)
-    _scale(parameters, max_norm, total)
+    CLIP_WITH_NORM.original(parameters, max_norm, total)
     return total
 
 
@@ -186,24 +186,10 @@ def patch_clipping() -> None:
     shards or parts, which is not that of one process, and parameters that several ranks have would
     not stay the same. In half precision they would use scaled gradients.
     """
-    # Scripts that import a function by name have the wrapper, which calls what is in a cell.
-    wrappers: tuple[tuple[Any, Any], ...] = (
-        (nn.utils.clip_grad_norm_, _clip_grad_norm),
-        (nn.utils.clip_grad_value_, _clip_grad_value),
-        (nn.utils.get_total_norm, _get_total_norm),
-        (nn.utils.clip_grads_with_norm_, _clip_grads_with_norm),
-    )
-    for wrapper, own in wrappers:
-        for cell in wrapper.__closure__:
-            if cell.cell_contents in _originals:
-                cell.cell_contents = own
-
-
-_original_clip: Any = nn.utils.clip_grad_norm_.__wrapped__  # type: ignore[attr-defined]
-_original_clip_value: Any = nn.utils.clip_grad_value_.__wrapped__  # type: ignore[attr-defined]
-_norm_here: Any = nn.utils.get_total_norm.__wrapped__  # type: ignore[attr-defined]
-_scale: Any = nn.utils.clip_grads_with_norm_.__wrapped__  # type: ignore[attr-defined]
-_originals = _original_clip, _original_clip_value, _norm_here, _scale
+    CLIP_NORM.install(lambda _: _clip_grad_norm)
+    CLIP_VALUE.install(lambda _: _clip_grad_value)
+    TOTAL_NORM.install(lambda _: _get_total_norm)
+    CLIP_WITH_NORM.install(lambda _: _clip_grads_with_norm)
 
 
 def _used(given: Sequence[torch.Tensor], norm: bool = False) -> list[Any] | None:
@@ -310,11 +296,11 @@ def _clip_grad_norm(
     used = _used(given, norm=True)
     if used is None:
         gradients = [one.grad for one in given if one.grad is not None]
-        found: torch.Tensor = _norm_here(gradients, norm_type, error_if_nonfinite, foreach)
-        _scale(given, max_norm, found, foreach)
+        found: torch.Tensor = TOTAL_NORM.original(gradients, norm_type, error_if_nonfinite, foreach)
+        CLIP_WITH_NORM.original(given, max_norm, found, foreach)
         return found
     total = _finite(global_norm(used, norm_type), norm_type, error_if_nonfinite)
-    _scale(used, max_norm, total, foreach)
+    CLIP_WITH_NORM.original(used, max_norm, total, foreach)
     return total
 
 
@@ -335,7 +321,7 @@ def _get_total_norm(
     if owners is None:
         _note_norm()
         _warn_of_copies(given)
-        found: torch.Tensor = _norm_here(given, norm_type, error_if_nonfinite, foreach)
+        found: torch.Tensor = TOTAL_NORM.original(given, norm_type, error_if_nonfinite, foreach)
         return found
     used = _used(owners, norm=True)
     assert used is not None  # the owners are the model's
@@ -368,7 +354,7 @@ def _clip_grads_with_norm(
 ) -> None:
     given = _listed(parameters)
     used = _used(given) if given else None
-    _scale(given if used is None else used, max_norm, total_norm, foreach)
+    CLIP_WITH_NORM.original(given if used is None else used, max_norm, total_norm, foreach)
 
 
 def _clip_grad_value(
@@ -381,7 +367,7 @@ def _clip_grad_value(
     found = given if used is None else used
     # A rank may have none that others have; torch's function fails without any.
     if used is None or any(one.grad is not None for one in found):
-        _original_clip_value(found, clip_value, foreach)
+        CLIP_VALUE.original(found, clip_value, foreach)
 
 
 def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
 
+from smddp._torch_internals import tree_map
 from smddp.modelparallel.core.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.torch.common.structure import tensors_in

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smddp._torch_internals import broadcast_coalesced
 from smddp.modelparallel.core.errors import SMPPeerError, SMPUsageError
 from smddp.modelparallel.torch.delayed.life import memory_of
 from smddp.modelparallel.torch.job.state import state
@@ -143,7 +144,7 @@ class Shards:
 
     def _broadcast(self, tensors: list[torch.Tensor], owner: int) -> None:
         if tensors:
-            dist._broadcast_coalesced(self.group, tensors, _BUCKET, owner)  # type: ignore[attr-defined]
+            broadcast_coalesced(self.group, tensors, _BUCKET, owner)
 
 
 def _may_step(parameter: nn.Parameter) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from smddp._torch_internals import unscale_gradients
 from smddp.modelparallel.torch.common.structure import map_tensors
 from smddp.modelparallel.torch.job.state import state
 from smddp.modelparallel.torch.optimizer.clipping import largest
@@ -201,7 +202,7 @@ class StandIns:
         gradients = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
         if gradients:
             inverse = torch.full((1,), 1.0 / self.scaler.loss_scale, device=self._device)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+            unscale_gradients(gradients, found, inverse)
         self.overflow = bool(largest(found))
 
     def prepare(self) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from smddp._torch_internals import base_of_view, tree_leaves
 from smddp.modelparallel.core.logs import frame_outside
 
 __all__ = ["Watch", "paused", "unwatched"]
@@ -144,14 +144,15 @@ class Watch(TorchFunctionMode):
         if not isinstance(value, torch.Tensor):
             return _NOTHING
         marks: _Marks = self._marks.get(value, _NOTHING)
-        base = value._base
+        base = base_of_view(value)
         return marks if base is None else marks | self._marks.get(base, _NOTHING)
 
     def _mark(self, tensor: torch.Tensor, marks: _Marks) -> None:
         if marks:
             self._marks[tensor] = self._of(tensor) | marks
-            if tensor._base is not None:
-                self._marks[tensor._base] = self._of(tensor)
+            base = base_of_view(tensor)
+            if base is not None:
+                self._marks[base] = self._of(tensor)
 
     def _union(self, values: Sequence[Any], name: str) -> _Marks:
         marks = _NOTHING.union(*map(self._of, values))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smddp._torch_internals import non_persistent_buffers, state_dict_hooks, storage_address
 from smddp.modelparallel.core.errors import SMPPartitionError
 from smddp.modelparallel.torch.common.device import put
 from smddp.modelparallel.torch.delayed.life import (
@@ -257,7 +258,7 @@ class Placement:
 
     def _name_as_hooks_do(self) -> None:
         """Notes who owns the entries of the state dict that hooks of modules have renamed."""
-        if not any(module._state_dict_hooks for module in self._root.modules()):
+        if not any(state_dict_hooks(module) for module in self._root.modules()):
             return
         named: Iterator[tuple[str, torch.Tensor]] = itertools.chain(
             self._root.named_parameters(remove_duplicate=False),
@@ -340,7 +341,7 @@ class Placement:
                     continue
                 form = None
                 if buffer is not None:
-                    persistent = name not in module._non_persistent_buffers_set
+                    persistent = name not in non_persistent_buffers(module)
                     form = Form(buffer.shape, buffer.dtype, persistent)
                 found[number, name] = form
         return found
@@ -385,7 +386,7 @@ class Placement:
                 buffers.clear_place(name)
                 continue
             buffers.put(name, form.shape, form.dtype)
-            change = module._non_persistent_buffers_set
+            change = non_persistent_buffers(module)
             (change.discard if form.persistent else change.add)(name)
 
     def _empty_again(self) -> None:
@@ -464,7 +465,7 @@ class _Memory:
     def _of_range(self, tensor: torch.Tensor, owner: int) -> int:
         storage = tensor.untyped_storage()
         # A delayed tensor has no address, but its storage is a place in memory, too.
-        address = storage._cdata if is_delayed(tensor) else storage.data_ptr()
+        address = storage_address(storage) if is_delayed(tensor) else storage.data_ptr()
         begin = int(tensor.storage_offset()) * tensor.element_size()
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         end = begin + tensor.element_size() * (1 + sum((n - 1) * step for n, step in steps))

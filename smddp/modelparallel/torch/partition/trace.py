@@ -19,10 +19,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from smddp._torch_internals import (
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    TorchInternalError,
+    forget_compiled,
+    mark_as_parameter,
+    operation_packet,
+)
 from smddp.modelparallel.torch.common import device
 from smddp.modelparallel.torch.common.buffers import Buffers
 from smddp.modelparallel.torch.common.random_state import PythonRandomState, RandomState
@@ -119,6 +127,8 @@ def _trace(root: nn.Module, args: Any, kwargs: Any, times: bool) -> Trace:
         if not times or divided:
             try:
                 return _on_fake_tensors(root, args, kwargs)
+            except TorchInternalError:
+                raise
             except Exception as error:
                 why = ""
                 if any(map(is_delayed, root.parameters())):
@@ -135,6 +145,8 @@ def _trace(root: nn.Module, args: Any, kwargs: Any, times: bool) -> Trace:
                 log.info("smp: tracing with fake tensors failed (%s); using real data", error)
         try:
             return _on_real_data(root, args, kwargs)
+        except TorchInternalError:
+            raise
         except Exception as error:
             # The model's own error, most likely; the step will show it in its place.
             log.warning("smp: the model could not be traced: %s", error)
@@ -179,7 +191,7 @@ def fake_copy(
     with FakeCopyMode(mode), copies_made_by(copier):
         model = copy.deepcopy(root, copies)
     for part in model.modules():
-        part.__dict__.pop("_compiled_call_impl", None)
+        forget_compiled(part)
         forget_owner(part)
     return mode, model
 
@@ -205,7 +217,7 @@ def _faked(
     shape.requires_grad_(tensor.requires_grad)
     fake = FakeTensor(mode, shape, there)
     if isinstance(tensor, nn.Parameter):
-        fake._is_param = True
+        mark_as_parameter(fake)
     return fake
 
 
@@ -279,7 +291,7 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._trace.activations[number] += made
             if not self._timed:
                 self._trace.seconds[number] += made / _MEMORY
-                count = flop_registry.get(func._overloadpacket)
+                count = flop_registry.get(operation_packet(func))
                 if count is not None:
                     operations = count(*args, **(kwargs or {}), out_val=result)
                     self._trace.seconds[number] += operations / _FLOPS

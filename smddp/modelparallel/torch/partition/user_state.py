@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from smddp._torch_internals import forward_hooks, forward_pre_hooks
 from smddp.modelparallel.torch.activations.object_values import ObjectValues
 
 __all__ = ["UserState"]
@@ -129,7 +130,7 @@ class UserState:
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+    for hooks in (forward_hooks(module), forward_pre_hooks(module)):
         yield from hooks.values()
 
 

@@ -17,6 +17,15 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from smddp._torch_internals import (
+    apply_of,
+    execution_engine,
+    forward_level,
+    graph_is_kept,
+    interpreter_stack,
+    is_batched,
+    will_execute_node,
+)
 from smddp.modelparallel.core.baton import Ticket
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.failure import (
@@ -379,13 +388,13 @@ class CallerSide:
 
     def this_pass(self, out: Outgoing) -> Pass:
         """Returns which kind of backward pass runs on this thread, through the node of a graph."""
-        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        keeps = graph_is_kept()
         asked = passes.asked()
         if asked is not None:
             return Pass(False, keeps, tuple([name for name in asked.names if name in out.reach]))
         # Autograd executes the anchor's node, unless the script has asked for certain gradients.
         anchor = get_gradient_edge(out.anchor).node
-        return Pass(torch._C._will_engine_execute_node(anchor), keeps)
+        return Pass(will_execute_node(anchor), keeps)
 
     def names(self, out: Outgoing) -> str:
         """Returns which modules a graph calls, and where they live, for the text of an error."""
@@ -641,9 +650,6 @@ class _Hollow(torch.autograd.Function):
         return gradients
 
 
-_functorch = torch._C._functorch
-
-
 def refuse_transforms(tensors: Sequence[Any], who: Callable[[], str]) -> None:
     """Raises if a call or its gradients are part of what messages cannot carry.
 
@@ -656,15 +662,15 @@ def refuse_transforms(tensors: Sequence[Any], who: Callable[[], str]) -> None:
             batched gradients.
     """
     what = ""
-    if _functorch.peek_interpreter_stack() is not None:
+    if interpreter_stack() is not None:
         what = "a transform of torch.func (such as grad, vjp, jvp, vmap)"
-    elif forward_ad._current_level >= 0 and any(
+    elif forward_level(forward_ad) >= 0 and any(
         forward_ad.unpack_dual(one).tangent is not None  # type: ignore[no-untyped-call]
         for one in tensors
         if type(one) is torch.Tensor
     ):
         what = "a tensor with a tangent (forward-mode derivatives)"
-    elif any(_functorch.is_legacy_batchedtensor(one) for one in tensors if one is not None):
+    elif any(is_batched(one) for one in tensors if one is not None):
         what = "a batch of gradients (is_grads_batched=True or vectorize=True)"
     if what:
         raise SMPUsageError(
@@ -687,8 +693,7 @@ def leaf_like(tensor: torch.Tensor) -> torch.Tensor:
 
 # `Function.apply` would look for lazy tensors among the arguments, and for functorch transforms;
 # there are neither.
-_apply_remote: Any = vars(torch._C._FunctionBase)["apply"].__get__(None, _Remote)
-_engine: Any = torch.autograd.Variable._execution_engine
+_apply_remote: Any = apply_of(_Remote)
 
 
 def run_backward(
@@ -721,7 +726,7 @@ def run_backward(
     if not roots or not (only or this.accumulates):
         return [None] * len(inputs), [None] * len(this.asked)
     with passes.asking(this.asked) as asked:
-        found = _engine.run_backward(
+        found = execution_engine.run_backward(
             tuple(roots), tuple(gradients), this.keeps, create, only, True, this.accumulates
         )
     if not this.accumulates:

@@ -15,6 +15,14 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from smddp._torch_internals import (
+    backward_hooks,
+    backward_pre_hooks,
+    forward_hooks,
+    forward_hooks_with_kwargs,
+    forward_pre_hooks,
+    forward_pre_hooks_with_kwargs,
+)
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.failure import StructureChangedError
 from smddp.modelparallel.torch.pipeline.objects import Record
@@ -121,14 +129,14 @@ class ForwardHooks:
         if inside is None:
             numbers = map(self._number_of, self._by_number[number].modules())
             inside = [
-                one for one in numbers if one is not None and self._by_number[one]._forward_hooks
+                one for one in numbers if one is not None and forward_hooks(self._by_number[one])
             ]
             self._inside[number] = inside
         found: dict[int, tuple[bool, tuple[int, ...]]] = {}
         for one in inside:
             handles = self._handles(one)
             if one != number and handles:
-                with_kwargs = self._by_number[one]._forward_hooks_with_kwargs
+                with_kwargs = forward_hooks_with_kwargs(self._by_number[one])
                 named = any(handle in with_kwargs for handle in handles)
                 found[one] = named, (self._rank,)
         if recorder is not None:
@@ -150,14 +158,14 @@ class ForwardHooks:
         Raises:
             SMPUsageError: it has hooks of the backward pass, too.
         """
-        if module._backward_hooks or module._backward_pre_hooks:
+        if backward_hooks(module) or backward_pre_hooks(module):
             raise SMPUsageError(
                 f"a {type(module).__name__} has hooks of the forward and of the backward pass, and "
                 "is called by a module of another rank, which this rank has called: give it hooks "
                 "of one kind, or let smp.set_partition put both modules on one rank"
             )
-        for handle, hook in list(module._forward_pre_hooks.items()):
-            if handle in module._forward_pre_hooks_with_kwargs:
+        for handle, hook in list(forward_pre_hooks(module).items()):
+            if handle in forward_pre_hooks_with_kwargs(module):
                 changed: Any = hook(module, args, kwargs)
                 args, kwargs = (args, kwargs) if changed is None else changed
             else:
@@ -165,15 +173,15 @@ class ForwardHooks:
                 if changed is not None:
                     args = changed if isinstance(changed, tuple) else (changed,)
         result = module.forward(*args, **kwargs)
-        for handle, hook in list(module._forward_hooks.items()):
+        for handle, hook in list(forward_hooks(module).items()):
             if (number, handle) in self._of_owner:
-                named = (kwargs,) if handle in module._forward_hooks_with_kwargs else ()
+                named = (kwargs,) if handle in forward_hooks_with_kwargs(module) else ()
                 changed = hook(module, args, *named, result)
                 result = result if changed is None else changed
         return result
 
     def _handles(self, number: int) -> list[int]:
-        hooks = self._by_number[number]._forward_hooks
+        hooks = forward_hooks(self._by_number[number])
         return [handle for handle in hooks if (number, handle) not in self._of_owner]
 
     def run(self, frame: Any, name: str, record: Record) -> None:
@@ -191,10 +199,10 @@ class ForwardHooks:
         number, (args, kwargs, result) = int(record.module), record[2:]
         module = self._by_number[number]
         for handle in self._handles(number):
-            hook: Any = module._forward_hooks.get(handle)
+            hook: Any = forward_hooks(module).get(handle)
             if hook is None:
                 continue
-            named = (kwargs or {},) if handle in module._forward_hooks_with_kwargs else ()
+            named = (kwargs or {},) if handle in forward_hooks_with_kwargs(module) else ()
             in_step = handle >= self.next_handle or any(handle in one for one in self._in_steps)
             frame.replays = not in_step
             try:

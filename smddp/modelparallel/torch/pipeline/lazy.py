@@ -15,14 +15,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+
+from smddp._torch_internals import (
+    FUNCTION_APPLY,
+    DisableTorchFunctionSubclass,
+    make_wrapper_subclass,
+    set_backward_hooks,
+    tree_map,
+)
 
 __all__ = ["Lazy", "force", "patch_function_apply", "substitute"]
 
 # Where a lazy tensor may be inside the arguments of a function of torch.
 _CONTAINERS = (list, tuple, dict)
 # A context in which functions of torch do not call `__torch_function__` of subclasses.
-_WITHOUT = torch._C.DisableTorchFunctionSubclass
+_WITHOUT = DisableTorchFunctionSubclass
 
 
 def _misused(_: torch.Tensor) -> None:
@@ -58,10 +65,10 @@ class Lazy(torch.Tensor):
     ) -> Lazy:
         """Returns a tensor without memory that stands for a value."""
         with _WITHOUT():
-            self = torch.Tensor._make_wrapper_subclass(cls, (0,), requires_grad=True)
+            self: Lazy = make_wrapper_subclass(cls, (0,), requires_grad=True)
             # If autograd ever reaches it, smp has not seen its use. The hook raises then, because
             # the gradient would be lost.
-            self._backward_hooks = _HOOKS
+            set_backward_hooks(self, _HOOKS)
             self.collector, self.tensor_id, self.fetch = collector, tensor_id, fetch
         return self
 
@@ -118,19 +125,16 @@ def _value_of(value: Lazy) -> torch.Tensor:
     return value.value
 
 
-# Some releases of torch define `apply` in Python, others in C.
-_original_apply: Any = (
-    vars(torch.autograd.Function).get("apply") or vars(torch._C._FunctionBase)["apply"]
-)
-
-
-@functools.wraps(torch.autograd.Function.apply)
-def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if any(type(arg) in _substitutes for arg in args):
-        args = tuple(map(force, args))
-    return _original_apply.__get__(None, cls)(*args, **kwargs)
-
-
 def patch_function_apply() -> None:
     """Makes `torch.autograd.Function.apply` fetch lazy tensors, too."""
-    torch.autograd.Function.apply = classmethod(_apply)
+    FUNCTION_APPLY.install(_fetching)
+
+
+def _fetching(original: Any) -> Any:
+    @functools.wraps(torch.autograd.Function.apply)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(type(arg) in _substitutes for arg in args):
+            args = tuple(map(force, args))
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    return classmethod(apply)

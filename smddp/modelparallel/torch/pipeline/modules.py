@@ -1,6 +1,6 @@
 """Sends every call of a module to the rank that owns the module.
 
-`nn.Module._call_impl` is replaced once, for all modules of the process. A call of a module of the
+`nn.Module._call_impl` is replaced until `smp.shutdown`, for all modules. A call of a module of the
 model goes to `Modules.enter`, which decides where it runs; all other calls go on as usual. Modules
 that live elsewhere get a `forward` of their own, too; in copies of them it raises.
 """
@@ -20,6 +20,13 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from smddp._torch_internals import (
+    MODULE_CALLS,
+    backward_hooks,
+    forward_hooks,
+    forward_pre_hooks,
+    until_undone,
+)
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.core.order import SliceObserver
@@ -75,7 +82,6 @@ __all__ = ["Findings", "Modules", "Surroundings", "difference", "forget_owner", 
 # For the random numbers of a call; None if it draws none. Of several layers: one for each.
 Seed = int | tuple[int | None, ...] | None
 
-_original_call = nn.Module._call_impl
 # What a call has in place of a method if it reads a parameter or a buffer; its name follows.
 _PARAMETER, _BUFFER = "parameter ", "buffer "
 # For a buffer that was taken from its module before a later call of a module on another rank. If
@@ -555,7 +561,7 @@ class Modules:
     def install(self) -> None:
         """Begins to handle the calls of these modules."""
         _installed.append(weakref.ref(self))
-        nn.Module._call_impl = _call  # type: ignore[method-assign,assignment]
+        MODULE_CALLS.install(_to_owners)
         _refuse_new_parameters()
         patch_function_apply()
         patch_torch()
@@ -766,7 +772,7 @@ class Modules:
         if RemovableHandle.next_id == self.hooks.next_handle:
             return
         for part in self.by_number[number].modules():
-            for hooks in (part._forward_pre_hooks, part._backward_hooks):
+            for hooks in (forward_pre_hooks(part), backward_hooks(part)):
                 if any(handle >= self.hooks.next_handle for handle in hooks):
                     name = self.names[self._numbers.get(id(part), number)]
                     raise SMPUsageError(
@@ -965,7 +971,7 @@ class Modules:
             (args, kwargs), _ = args
         # The owner has recorded this call, too, if hooks of the caller's caller want it.
         recorded = recorder is not None and any(number == one for one, *_ in watched)
-        if self.by_number[number]._forward_hooks and method in _HOOKED and not recorded:
+        if forward_hooks(self.by_number[number]) and method in _HOOKED and not recorded:
             records = (*records, Record(str(number), owner, args, kwargs, value))
         for record in records:
             module = int(record.module)
@@ -1035,7 +1041,7 @@ class Modules:
         if method.startswith(_READS):
             return self._surrounded(number, functools.partial(self._own_value, number, method))
         preserve = self.recomputed.get(number) if not method else None
-        function = functools.partial(_original_call, module)
+        function = functools.partial(MODULE_CALLS.original, module)
         frame = self._frame()
         recorder = frame.recorder if frame is not None else None
         if recorder is not None and not (recorder.wants(number) and method in _HOOKED):
@@ -1190,31 +1196,36 @@ def note_replaced(module: nn.Module, name: str) -> None:
 _installed: list[weakref.ref[Modules]] = []
 
 
-@functools.wraps(_original_call)
-def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    for reference in reversed(_installed):
-        modules = reference()
-        if modules is None:
-            _installed.remove(reference)
-            continue
-        number = modules._numbers.get(id(module))
-        if number is not None:
-            return modules.enter(number, "", args, kwargs)
-        if module in _replaced and (modules.calling or modules._frame() is not None):
-            raise SMPUsageError(
-                f"module {_replaced[module]!r} was divided over tensor-parallel ranks by "
-                "smp.DistributedModel, which has put another module in its place, and code of the "
-                "step still calls the original, which is not trained. Keep modules in a "
-                "torch.nn.ModuleList, not in a list or a closure; or call "
-                "smp.set_tensor_parallelism(module, False) before"
-            )
-    return _original_call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+def _to_owners(original: Any) -> Any:
+    """Returns what `nn.Module.__call__` calls in place of the original."""
+
+    @functools.wraps(original)
+    def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        for reference in reversed(_installed):
+            modules = reference()
+            if modules is None:
+                _installed.remove(reference)
+                continue
+            number = modules._numbers.get(id(module))
+            if number is not None:
+                return modules.enter(number, "", args, kwargs)
+            if module in _replaced and (modules.calling or modules._frame() is not None):
+                raise SMPUsageError(
+                    f"module {_replaced[module]!r} was divided over tensor-parallel ranks by "
+                    "smp.DistributedModel, which has put another module in its place, and code of "
+                    "the step still calls the original, which is not trained. Keep modules in a "
+                    "torch.nn.ModuleList, not in a list or a closure; or call "
+                    "smp.set_tensor_parallelism(module, False) before"
+                )
+        return original(module, *args, **kwargs)
+
+    return call
 
 
-@functools.cache  # once for the process
 def _refuse_new_parameters() -> None:
     """Makes modules of a model raise if code of a step gives them a parameter."""
-    nn.modules.module.register_module_parameter_registration_hook(_refuse_new_parameter)
+    register = nn.modules.module.register_module_parameter_registration_hook
+    until_undone("smp", "parameters", lambda: register(_refuse_new_parameter).remove)
 
 
 def _refuse_new_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -7,12 +7,13 @@ modules that have them, contain a module that does, or refer to them by an attri
 name the parameters, and each rank that has one of them adds what its part of the pass gives for it.
 It comes back with the gradients of the calls' arguments.
 
-One function of torch, behind both `backward` and `grad`, is replaced for that.
+One function of torch, behind both `backward` and `grad`, is replaced for that (`BACKWARD_PASSES`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from smddp._torch_internals import BACKWARD_PASSES
 from smddp.modelparallel.torch.common.random_state import RandomState
 
 __all__ = ["Asked", "Asker", "asked", "asking", "patch_engine"]
@@ -100,22 +102,22 @@ def asking(names: Sequence[str], captured: Collection[tuple[Any, int]] = ()) -> 
         _running.asked = before
 
 
-_original: Any = torch.autograd.graph._engine_run_backward
-
-
 def patch_engine(find: Callable[[], Asker | None]) -> None:
     """Makes backward passes of a step's code ask all ranks for parameters.
 
     Args:
         find: returns the model, if the calling thread runs code of a step; else None.
     """
+    BACKWARD_PASSES.install(functools.partial(_asking_ranks, find))
 
+
+def _asking_ranks(find: Callable[[], Asker | None], original: Any) -> Any:
     def run(
         outputs: Any, gradients: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **named: Any
     ) -> Any:
         asker = find()
         if asker is None:
-            return _original(outputs, gradients, keep, create, inputs, *rest, **named)
+            return original(outputs, gradients, keep, create, inputs, *rest, **named)
         # Code in backward passes may draw random numbers, such as the seeds of calls: on this rank
         # or on others. What comes after the pass shall not depend on it.
         random = RandomState()
@@ -142,12 +144,12 @@ def patch_engine(find: Callable[[], Asker | None]) -> None:
         anchors = asker.anchors(different) if names else []
         with asking(different, captured) as found:
             if not anchors:
-                result = _original(outputs, gradients, keep, create, inputs, *rest, **named)
+                result = original(outputs, gradients, keep, create, inputs, *rest, **named)
                 asker.settle()
                 return result
             unreachable = rest[0] if rest else named.pop("allow_unreachable", False)
             anchored = (*inputs, *anchors)
-            result = _original(outputs, gradients, keep, create, anchored, True, **named)
+            result = original(outputs, gradients, keep, create, anchored, True, **named)
             asker.settle()
         if named.get("accumulate_grad"):
             for position, name in names.items():
@@ -167,12 +169,13 @@ def patch_engine(find: Callable[[], Asker | None]) -> None:
             )
         return tuple(gradients)
 
-    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined,assignment]
+    return run
 
 
 def _accumulate(tensor: torch.Tensor, gradient: torch.Tensor, create: bool) -> None:
     """Adds a gradient to that of a tensor, as autograd does, with its hooks."""
     edge = get_gradient_edge(tensor)
     inputs = () if tensor.is_leaf else (tensor,)
+    run = BACKWARD_PASSES.original
     with asking(()):
-        _original((edge,), (gradient,), False, create, inputs, True, accumulate_grad=True)
+        run((edge,), (gradient,), False, create, inputs, True, accumulate_grad=True)

@@ -21,7 +21,7 @@ from smddp.torch import _C
 __all__ = ["draw_seed", "may_draw", "mix", "seed_all", "seeded"]
 
 _RANDOM_CLASSES = (
-    nn.modules.dropout._DropoutNd,
+    *(getattr(nn, name) for name in nn.modules.dropout.__all__),
     nn.RReLU,
     nn.FractionalMaxPool2d,
     nn.FractionalMaxPool3d,

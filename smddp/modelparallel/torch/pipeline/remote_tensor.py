@@ -21,10 +21,17 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.nn.utils import stateless
-from torch.optim.swa_utils import AveragedModel
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from smddp._torch_internals import (
+    AVERAGED_MODEL,
+    BACKWARD,
+    FUNCTIONAL_CALL,
+    DisableTorchFunctionSubclass,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.torch.common.buffers import version_of
 from smddp.modelparallel.torch.pipeline.lazy import force, substitute
@@ -47,7 +54,7 @@ __all__ = [
 ]
 
 # A context in which functions of torch do not call `__torch_function__` of subclasses.
-_WITHOUT = torch._C.DisableTorchFunctionSubclass
+_WITHOUT = DisableTorchFunctionSubclass
 
 # What does not depend on the values: attributes (those that begin with "is_" or "_" do not either),
 # and methods.
@@ -553,54 +560,59 @@ def patch_torch() -> None:
     nothing to average it with. `backward(inputs=…)` and `torch.func.functional_call` raise for
     remote tensors.
     """
-    AveragedModel.update_parameters = _update_parameters  # type: ignore[method-assign]
-    torch.autograd.backward = _backward
-    stateless._functional_call = _functional_call  # scripts have imported what calls it
+    AVERAGED_MODEL.install(_averaging)
+    BACKWARD.install(_refusing_inputs)
+    FUNCTIONAL_CALL.install(_refusing_modules)  # scripts have imported what calls it
 
 
-_original_update = AveragedModel.update_parameters
-_original_backward = torch.autograd.backward
-_original_functional_call = stateless._functional_call
+def _averaging(original: Any) -> Any:
+    @functools.wraps(original)
+    def update_parameters(self: Any, model: nn.Module) -> None:
+        averages = itertools.chain(self.module.parameters(), self.module.buffers())
+        originals = itertools.chain(model.parameters(), model.buffers())
+        for average, one in zip(averages, originals, strict=False):
+            if isinstance(one, RemoteTensor) and not isinstance(average, RemoteTensor):
+                release_memory(average, one.home.copy())
+        original(self, model)
+
+    return update_parameters
 
 
-@functools.wraps(_original_update)
-def _update_parameters(self: AveragedModel, model: nn.Module) -> None:
-    averages = itertools.chain(self.module.parameters(), self.module.buffers())
-    originals = itertools.chain(model.parameters(), model.buffers())
-    for average, original in zip(averages, originals, strict=False):
-        if isinstance(original, RemoteTensor) and not isinstance(average, RemoteTensor):
-            release_memory(average, original.home.copy())
-    _original_update(self, model)
-
-
-@functools.wraps(_original_backward)
-def _backward(*args: Any, **kwargs: Any) -> None:
-    inputs = kwargs.get("inputs", args[5] if len(args) > 5 else None)
-    for one in tree_leaves(inputs) if inputs is not None else ():
-        if isinstance(one, RemoteTensor):
-            home = one.home
-            raise SMPUsageError(
-                f"backward(inputs=…) cannot reach {home.kind} {home.name!r}, which lives on rank "
-                f"{home.owner} of the pipeline: call model.backward(loss), and read its `grad` on "
-                "that rank after the step. For parameters that shall get no gradient, call "
-                "requires_grad_(False) on all ranks before the step"
-            )
-    _original_backward(*args, **kwargs)
-
-
-@functools.wraps(_original_functional_call)
-def _functional_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    for part in module.modules():
-        for tensor in (*part._parameters.values(), *dict.values(part._buffers)):
-            if isinstance(tensor, RemoteTensor):
-                home = tensor.home
+def _refusing_inputs(original: Any) -> Any:
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        inputs = kwargs.get("inputs", args[5] if len(args) > 5 else None)
+        for one in tree_leaves(inputs) if inputs is not None else ():
+            if isinstance(one, RemoteTensor):
+                home = one.home
                 raise SMPUsageError(
-                    f"functional_call of a {type(module).__name__}: its {home.kind} {home.name!r} "
-                    f"lives on rank {home.owner} of the pipeline, where other values would not "
-                    "take effect. Before the first step, assign the module to the partition from "
-                    "which it is called, 0 for the body: smp.set_partition(module, 0)"
+                    f"backward(inputs=…) cannot reach {home.kind} {home.name!r}, which lives on "
+                    f"rank {home.owner} of the pipeline: call model.backward(loss), and read its "
+                    "`grad` on that rank after the step. For parameters that shall get no "
+                    "gradient, call requires_grad_(False) on all ranks before the step"
                 )
-    return _original_functional_call(module, *args, **kwargs)
+        original(*args, **kwargs)
+
+    return backward
+
+
+def _refusing_modules(original: Any) -> Any:
+    @functools.wraps(original)
+    def functional_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for part in module.modules():
+            for tensor in (*part._parameters.values(), *dict.values(part._buffers)):
+                if isinstance(tensor, RemoteTensor):
+                    home = tensor.home
+                    raise SMPUsageError(
+                        f"functional_call of a {type(module).__name__}: its {home.kind} "
+                        f"{home.name!r} lives on rank {home.owner} of the pipeline, where other "
+                        "values would not take effect. Before the first step, assign the module to "
+                        "the partition from which it is called, 0 for the body: "
+                        "smp.set_partition(module, 0)"
+                    )
+        return original(module, *args, **kwargs)
+
+    return functional_call
 
 
 def _gradients(outputs: Any, inputs: Sequence[Any], **kwargs: Any) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from smddp._torch_internals import apply_of
 from smddp.modelparallel.core.baton import Priority, Task
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.failure import StructureChangedError
@@ -599,4 +600,4 @@ class _Entrance(torch.autograd.Function):
 
 # `Function.apply` would look for lazy tensors among the arguments, and for functorch transforms;
 # there are neither.
-_apply_entrance: Any = vars(torch._C._FunctionBase)["apply"].__get__(None, _Entrance)
+_apply_entrance: Any = apply_of(_Entrance)

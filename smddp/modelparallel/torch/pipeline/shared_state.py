@@ -17,8 +17,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
+from smddp._torch_internals import (
+    forward_hooks,
+    forward_pre_hooks,
+    global_forward_hooks,
+    global_forward_pre_hooks,
+)
 from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.torch.common.buffers import version_of
 from smddp.modelparallel.torch.pipeline.references import (
@@ -293,10 +298,10 @@ def _text(entry: _Entry, name: str) -> str:
 
 def _hooks(modules: Sequence[nn.Module]) -> Iterator[Callable[..., Any]]:
     for module in modules:
-        yield from module._forward_hooks.values()
-        yield from module._forward_pre_hooks.values()
-    yield from torch_module._global_forward_hooks.values()
-    yield from torch_module._global_forward_pre_hooks.values()
+        yield from forward_hooks(module).values()
+        yield from forward_pre_hooks(module).values()
+    yield from global_forward_hooks.values()
+    yield from global_forward_pre_hooks.values()
 
 
 def _name(function: Any) -> str:

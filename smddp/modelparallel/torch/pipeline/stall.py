@@ -13,8 +13,8 @@ from types import FrameType
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 
+from smddp._torch_internals import store_of_group
 from smddp.modelparallel.torch.pipeline.modules import Modules
 from smddp.modelparallel.torch.pipeline.timeline import Timeline, Work
 
@@ -138,7 +138,7 @@ class _Attendance:
     """Which rank is in which step, as noted in the store. If that is gone, nothing is reported."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._store = distributed_c10d._get_process_group_store(group)
+        self._store = store_of_group(group)
         self._rank, self._size = group.rank(), group.size()
 
     def note(self, step: int) -> None:

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from smddp._torch_internals import DisableTorchFunctionSubclass, tree_leaves, version_of_tensor
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.torch.pipeline.remote_tensor import about
 from smddp.modelparallel.torch.sharding.part import set_part
@@ -31,7 +31,7 @@ _WITHOUT_VALUES = frozenset(
     "untyped_storage zeros_like ones_like empty_like full_like rand_like randn_like".split()  # noqa: SIM905
 )
 # A context in which functions of torch do not call `__torch_function__` of subclasses.
-_WITHOUT = torch._C.DisableTorchFunctionSubclass
+_WITHOUT = DisableTorchFunctionSubclass
 
 
 class Shard(nn.Parameter):
@@ -141,7 +141,7 @@ class ShardedParameter:
         parameter = self.parameter
         parameter.__class__ = nn.Parameter
         parameter.data = flat[: self.numel].view(self.shape)
-        self.flat, self._version = flat, parameter._version
+        self.flat, self._version = flat, version_of_tensor(parameter)
 
     def hide(self) -> bool:
         """Takes the values from the parameter.
@@ -150,7 +150,7 @@ class ShardedParameter:
             Whether code has changed the values; the change is lost.
         """
         parameter = self.parameter
-        changed = self.flat is not None and parameter._version != self._version
+        changed = self.flat is not None and version_of_tensor(parameter) != self._version
         if type(parameter) is nn.Parameter:
             parameter.data = self._placeholder
             parameter.__class__ = ShardedTensor

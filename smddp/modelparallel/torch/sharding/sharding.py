@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smddp._torch_internals import SAVED_TENSORS_HOOKS, version_of_tensor
 from smddp.modelparallel.core.errors import SMPError, SMPUsageError
 from smddp.modelparallel.torch.common.device import put
 from smddp.modelparallel.torch.common.engine import forget_failed_passes_at_exit
@@ -121,7 +122,7 @@ class Sharding:
         self._thread = _Thread()
         modules.surroundings = self
         modules.observer = self.gathers if ordered else None
-        _patch_saved_tensors_hooks()
+        SAVED_TENSORS_HOOKS.install(_with_plain_tensors)
         forget_failed_passes_at_exit()
         for parameter in modules.by_number[0].parameters():
             announce(parameter, self._count(parameter))
@@ -346,7 +347,7 @@ class Sharding:
         It is an alias, if not a part of a parameter: the tensor itself may be the output of the
         node that keeps it, and Python could not free such a cycle of references.
         """
-        return self._part(tensor) or _Kept(tensor.detach(), tensor._version)
+        return self._part(tensor) or _Kept(tensor.detach(), version_of_tensor(tensor))
 
     _pack.of_sharded_parameters = True  # type: ignore[attr-defined]
 
@@ -371,11 +372,11 @@ class Sharding:
         if isinstance(kept, _Kept):
             alias = kept.alias
             # Autograd itself does not compare versions where there are hooks.
-            if alias._version != kept.version:
+            if version_of_tensor(alias) != kept.version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
                     f"inplace operation: a {alias.dtype} tensor of shape {list(alias.shape)} is at "
-                    f"version {alias._version}, and was saved at version {kept.version}. "
+                    f"version {version_of_tensor(alias)}, and was saved at version {kept.version}. "
                     "torch.autograd.set_detect_anomaly(True) shows the operation that saved it"
                 )
             return alias
@@ -436,27 +437,23 @@ class _KeepsValues:
         return getattr(self.__dict__["_hook"], name)
 
 
-_SavedTensorsHooks = torch.autograd.graph.saved_tensors_hooks
-_original_enter = _SavedTensorsHooks.__enter__
-
-
-@functools.wraps(_original_enter)
-def _enter(self: Any) -> None:
-    own = getattr(self.pack_hook, "__self__", None)
-    if isinstance(own, Sharding):
-        _original_enter(self)
-        return
-    hook = self.pack_hook
-    self.pack_hook = _KeepsValues(hook)
-    try:
-        _original_enter(self)
-    finally:
-        self.pack_hook = hook
-
-
-def _patch_saved_tensors_hooks() -> None:
+def _with_plain_tensors(original: Any) -> Any:
     """Lets hooks of other code see sharded parameters as plain tensors."""
-    _SavedTensorsHooks.__enter__ = _enter  # type: ignore[method-assign]
+
+    @functools.wraps(original)
+    def enter(self: Any) -> None:
+        own = getattr(self.pack_hook, "__self__", None)
+        if isinstance(own, Sharding):
+            original(self)
+            return
+        hook = self.pack_hook
+        self.pack_hook = _KeepsValues(hook)
+        try:
+            original(self)
+        finally:
+            self.pack_hook = hook
+
+    return enter
 
 
 def _mebibytes(tensors: Iterable[torch.Tensor]) -> float:

@@ -39,9 +39,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from smddp._torch_internals import FAKE_TENSORS
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.torch.job.collectives import Collectives
 from smddp.modelparallel.torch.job.state import state
@@ -136,7 +136,7 @@ class Exchange:
     # The methods below work on values, without gradients.
 
     def _make(self, kind: str, result: Tensor, x: Tensor) -> None:
-        if not isinstance(x, FakeTensor):
+        if not isinstance(x, FAKE_TENSORS):
             self.collectives.make(kind, result, x.contiguous())
 
     def _all_gather(self, x: Tensor) -> Tensor:

@@ -13,6 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from smddp._torch_internals import (
+    backward_hooks,
+    backward_hooks_of_tensor,
+    backward_pre_hooks,
+    forward_hooks,
+    forward_pre_hooks,
+    post_accumulate_grad_hooks,
+)
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.torch.common.creation import PARTITION
 from smddp.modelparallel.torch.delayed.context import delay_param_initialization
@@ -190,12 +198,12 @@ def _obstacle(module: nn.Module, holders: dict[int, list[nn.Module]]) -> str:
     for own, parameter in module.named_parameters():
         if is_shared(parameter):
             return f"it shares its parameter {own!r} with another module"
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if backward_hooks_of_tensor(parameter) or post_accumulate_grad_hooks(parameter):
             return f"its parameter {own!r} has hooks, which would be lost"
     for own, part in module.named_modules():
         if part is not module and any(True for _ in part.parameters()) and is_shared(part):
             return f"it shares its module {own!r} with another module"
-        if any(getattr(part, hooks) for hooks in _HOOKS):
+        if any(hooks(part) for hooks in _HOOKS):
             return f"{f'its module {own!r}' if own else 'it'} has hooks, which would be lost"
         if "forward" in vars(part):
             what = f"its module {own!r}" if own else "it"
@@ -217,7 +225,7 @@ def _leave_fast_path(module: nn.Module) -> None:
             module.use_nested_tensor = False
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = (forward_hooks, forward_pre_hooks, backward_hooks, backward_pre_hooks)
 
 
 def _replacement(

@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smddp._torch_internals import assert_async
 from smddp.modelparallel.torch.tensor.exchange import Exchange
 from smddp.modelparallel.torch.tensor.gathered import linear
 from smddp.modelparallel.torch.tensor.module import DistributedModule, Division
@@ -169,7 +169,7 @@ class Vocabulary(DistributedModule):
         """Fails, on all ranks, if one is not in the vocabulary."""
         count = self.weight.shape[0] * self.exchange.size
         inside = ((ids >= 0) & (ids < count)).all()
-        torch._assert_async(inside, f"a {what} is not in the vocabulary of {count}")
+        assert_async(inside, f"a {what} is not in the vocabulary of {count}")
 
     def _local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns numbers of rows of the weight, and which of them are meant (the others are 0)."""
