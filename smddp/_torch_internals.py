@@ -607,6 +607,11 @@ world = _reader(
     "of the module distributed_c10d. By group: pg_map has (backend, store), and pg_backend_config "
     "the text of a BackendConfig",
 )
+name_of_ranks = _name(
+    "torch.distributed.distributed_c10d._hash_ranks_to_str",
+    "smp.init, to let ranks make their own groups only,",
+    "the name of a group that its ranks make alone. Without it each rank makes all groups",
+)
 call_when_cuda_starts = _name(
     "torch.cuda._lazy_call",
     "smddp, to choose the GPU of a rank,",

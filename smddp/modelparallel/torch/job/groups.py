@@ -9,7 +9,15 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from smddp._torch_internals import device_types, timeout_of_options
+from smddp._torch_internals import (
+    device_types,
+    is_absent,
+    name_of_ranks,
+    timeout_of_options,
+)
+from smddp._torch_internals import (
+    world as c10d_world,
+)
 from smddp.modelparallel.core.topology import Topology
 from smddp.modelparallel.torch.job.collectives import Collectives
 from smddp.torch import _C
@@ -173,10 +181,9 @@ class NextNames(NamedTuple):
     @classmethod
     def now(cls) -> NextNames:
         """Returns those of this rank."""
-        world = getattr(distributed_c10d, "_world", None)
-        hashed = getattr(distributed_c10d, "_hash_ranks_to_str", None)
-        name = None if hashed is None else hashed([0])
-        return cls(getattr(world, "group_count", None), name)
+        made = None if is_absent(c10d_world) else c10d_world(distributed_c10d)
+        hashed = None if is_absent(name_of_ranks) else name_of_ranks([0])
+        return cls(getattr(made, "group_count", None), hashed)
 
 
 class _Maker:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from smddp._torch_internals import backward_hooks_of_tensor
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.failure import summary
 from smddp.modelparallel.torch.activations.object_values import ObjectValues, make_change
@@ -192,7 +193,7 @@ class Arguments:
         The caller's tensor does not know of it.
         """
         for tensor, required_grad in zip(self.tensors, self._require_grad, strict=True):
-            if tensor._backward_hooks:
+            if backward_hooks_of_tensor(tensor):
                 return "has registered a gradient hook"
             if tensor.retains_grad:
                 return "has called retain_grad()"
