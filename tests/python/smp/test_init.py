@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import arrive, await_ranks, check_ranks, listen, run_ranks
+from smp.common import squares
+from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.core.config import ENVIRONMENT_VARIABLE, port_of
@@ -185,7 +187,7 @@ def group_calls(before: str) -> tuple[int, list[list[int]]]:
         one = torch.ones(1)
         dist.all_reduce(one, group=group)
         assert int(one) == group.size()
-    model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     smp.step(lambda model, x: model.backward(model(x).sum()))(model, torch.ones(2, 2))
     return calls[0], [dist.get_process_group_ranks(group) for group in groups]
 
@@ -217,3 +219,23 @@ def test_groups_that_some_ranks_have_made_before() -> None:
         return
     for text in check_ranks(groups_of_some, "4"):
         assert "some ranks have made more process groups than others" in text
+
+
+def several_jobs(backend: str) -> list[float]:
+    """Returns the losses of three jobs of one process; their models live on."""
+    kept, found = [], []
+    for _ in range(3):
+        smp.init({"partitions": 2, "microbatches": 2, "ddp": True, "ddp_dist_backend": backend})
+        torch.manual_seed(0)
+        model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        kept.append(model)
+        losses = squares(model, torch.ones(4, 2))
+        found.append(float(losses.reduce_mean()))
+        smp.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "smddp"])
+def test_several_jobs_after_each_other(backend: str) -> None:
+    for losses in check_ranks(several_jobs, "2", backend):
+        assert losses == [losses[0]] * 3

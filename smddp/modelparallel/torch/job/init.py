@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -36,6 +37,8 @@ __all__ = ["init", "is_initialized", "shutdown"]
 # The store for the default process group, until that is made. It outlives a failed `smp.init`:
 # another rank may already be in the next one.
 _unused: list[distributed_c10d.Store] = []
+# Numbers the default process groups that smp makes; they are the same on all ranks.
+_numbers = itertools.count()
 # What rank 0 answers if ranks have made groups that not all of them are in.
 _UNLIKE = "unlike"
 
@@ -226,7 +229,11 @@ def _bring_up(cfg: Configuration, rank: int, size: int) -> None:
         backend = "cpu:gloo,cuda:nccl"
     elif backend == "smddp":
         from smddp.torch import functions  # noqa: F401  registers the backend
-    dist.init_process_group(backend, store=_unused.pop(), rank=rank, world_size=size)
+    # The server of an earlier store lives on if something of the script still refers to a group,
+    # such as a model, and torch finds it again by its port. Groups must not find keys of others
+    # with their names: gloo would wait for addresses that are gone.
+    store = dist.PrefixStore(f"smp{next(_numbers)}", _unused.pop())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     if torch.accelerator.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
