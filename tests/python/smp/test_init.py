@@ -223,7 +223,8 @@ def test_groups_that_some_ranks_have_made_before() -> None:
 
 def several_jobs(backend: str) -> list[float]:
     """Returns the losses of three jobs of one process; their models live on."""
-    kept, found = [], []
+    kept: list[Any] = []
+    found: list[float] = []
     for _ in range(3):
         smp.init({"partitions": 2, "microbatches": 2, "ddp": True, "ddp_dist_backend": backend})
         torch.manual_seed(0)
