@@ -232,7 +232,7 @@ def _bring_up(cfg: Configuration, rank: int, size: int) -> None:
     # The server of an earlier store lives on if something of the script still refers to a group,
     # such as a model, and torch finds it again by its port. Groups must not find keys of others
     # with their names: gloo would wait for addresses that are gone.
-    store = dist.PrefixStore(f"smp{next(_numbers)}", _unused.pop())
+    store = distributed_c10d.PrefixStore(f"smp{next(_numbers)}", _unused.pop())
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     if torch.accelerator.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
