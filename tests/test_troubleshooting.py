@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Written by torch or pip, not by smddp.
 FOREIGN = (
     "Timed out after … seconds waiting for clients",
-    "Unknown backend type smddp",
+    "Unknown backend type",
+    "element 0 of tensors",
     "environment variable RANK expected, but not set",
     "is not a supported wheel on this platform",
 )

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from smddp.launch.environment import (
     complete_from_launcher,
@@ -33,9 +34,13 @@ from smddp.launch.hostfile import hosts_of_file, node_of_this_host
 from smddp.launch.layout import ranks_of_nodes, sizes_of_nodes
 from smddp.launch.rendezvous import UNKNOWN_HOST, complete_rendezvous
 
-__all__ = [
-    "main",
-]
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+__all__ = ["main"]
+
+# Seconds within which the others of a killed rank fail, too, as torchrun counts them.
+_MOMENT = 2
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -328,8 +333,6 @@ def _start_ranks(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: a rank has failed, a signal has ended all, or torchrun cannot do its work.
     """
-    import signal
-
     try:
         _run_torchrun(arguments)
     except KeyboardInterrupt:  # before torchrun has begun to listen, or after it has ended
@@ -338,7 +341,6 @@ def _start_ranks(arguments: Sequence[str]) -> None:
 
 
 def _run_torchrun(arguments: Sequence[str]) -> None:
-    import signal
     import tempfile
 
     try:
@@ -366,13 +368,32 @@ def _run_torchrun(arguments: Sequence[str]) -> None:
             try:
                 torchrun(["--log-dir", logs, *arguments])
             except ChildFailedError as error:
-                raise SystemExit(f"smddprun: {error}{_note_about_disk(logs)}") from None
+                text = _report_of(error)
+                raise SystemExit(f"smddprun: {text}{_note_about_disk(logs)}") from None
     except SignalException as error:
         sys.stderr.write(f"smddprun: ended by {signal.Signals(error.sigval).name}\n")
         raise SystemExit(128 + error.sigval) from None  # as a shell tells it
     except (DistError, RendezvousError, OSError) as error:
         # Hosts that do not come, a port in use, a full disk.
         raise SystemExit(f"smddprun: {_sentence(error)}") from None
+
+
+def _report_of(error: ChildFailedError) -> str:
+    """Returns torchrun's report, which names the rank that failed first.
+
+    torchrun has whole seconds, and takes for a rank without an error file the second in which it
+    makes the report. So ranks that failed because of another one, or that it has ended itself, may
+    seem to be first. A signal comes before errors of the same moment, and SIGTERM after all.
+    """
+    failures = error.failures.values()
+    first = min(failure.timestamp for failure in failures)
+    for failure in failures:
+        if failure.exitcode == -signal.SIGTERM:
+            failure.timestamp = max(one.timestamp for one in failures) + 1
+        elif failure.exitcode < 0 and failure.timestamp <= first + _MOMENT:
+            failure.timestamp = first - 1
+    text: str = error.format_msg()  # type: ignore[no-untyped-call]
+    return text
 
 
 def _refuse(text: str) -> NoReturn:

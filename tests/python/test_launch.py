@@ -628,3 +628,28 @@ def test_a_script_under_mpi4py(launcher: str, wrapper: list[str], tmp_path: Path
     for rank in range(2):
         # smddprun has found the host of rank 0 before; a bare script asks MPI for it.
         assert f"MPI has rank {rank} of 2 {not wrapper}" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("failures", "first"),
+    [
+        # (exit code, seconds): a killed rank, one that torchrun ends, one that has raised.
+        ({0: (-15, 10), 1: (-9, 11)}, 1),
+        ({0: (1, 10), 1: (-9, 11), 2: (1, 10)}, 1),
+        ({0: (-15, 10), 1: (1, 12)}, 1),
+        ({0: (-15, 10), 1: (-15, 11)}, 0),
+        ({0: (1, 10), 1: (-9, 40)}, 0),  # torchrun kills what SIGTERM does not end
+    ],
+)
+def test_the_report_names_the_rank_that_failed_first(
+    failures: dict[int, tuple[int, int]], first: int
+) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    found = {}
+    for rank, (code, seconds) in failures.items():
+        found[rank] = ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=code, error_file="")
+        found[rank].timestamp = seconds
+    error = ChildFailedError("train.py", found)
+    text = cli._report_of(error)
+    assert f"rank      : {first} " in text.partition("Root Cause")[2]

@@ -186,6 +186,34 @@ def test_nothing_is_said_of_code_that_sets_nothing() -> None:
     assert check_ranks(none_elsewhere, "2") == [[], []]
 
 
+def collected_by_a_hook() -> tuple[list[str], list[float]]:
+    """Returns warnings, and how often a hook of the second rank was called in each microbatch."""
+    smp.init({"partitions": 2, "microbatches": 2, **BY_HAND})
+    model, found = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), last := nn.Linear(4, 4))), []
+    smp.set_partition(last, 1)
+    kept: list[Tensor] = []
+    last.register_forward_hook(lambda module, args, result: kept.append(result))
+
+    @smp.step
+    def step(model: Any, x: Tensor) -> Any:
+        kept.clear()
+        loss = model(x).square().mean() + kept[0].mean()
+        model.backward(loss)
+        return float(len(kept))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            found += step(model, torch.randn(4, 4))
+            kept.clear()
+    texts = [str(one.message) for one in caught if "does not see the change" in str(one.message)]
+    return texts, found
+
+
+def test_what_hooks_collect_for_the_body_is_seen_there() -> None:
+    assert check_ranks(collected_by_a_hook, "2") == [([], [1.0] * 6)] * 2
+
+
 class Marks(nn.Module):
     """Asks autograd for something that concerns its argument."""
 

@@ -41,8 +41,9 @@ __all__ = ["SharedState"]
 # A list of lists that an object holds.
 _DEEPEST = 3
 # What uses an object, in place of the number of a module: the body of the step, which runs on rank
-# 0 of the pipeline, or code that runs on any rank, such as a hook.
-_BODY, _ANY = -1, -2
+# 0 of the pipeline; code that runs on any rank; or a forward hook. A hook runs again where code has
+# called its module, so that what it collects is there, too.
+_BODY, _ANY, _HOOK = -1, -2, -3
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _CONTAINERS = (list, dict, set, collections.deque)
 
@@ -118,7 +119,7 @@ class SharedState:
             self._add(kind.__name__, kind, numbers, 0)
         self._add(f"variables of {_name(body)}", body, {_BODY}, 0)
         for hook in _hooks(modules):
-            self._add(f"variables of hook {_name(hook)}", hook, {_ANY}, 0)
+            self._add(f"variables of hook {_name(hook)}", hook, {_HOOK}, 0)
         for variable, value in contextvars.copy_context().items():
             self._add(f"ContextVar {variable.name!r}", value, {_ANY}, 0)
         self._add("torch.get_default_dtype()", _DEFAULT_DTYPE, {*range(len(modules))}, 0)
@@ -174,7 +175,8 @@ class SharedState:
             if name is None:
                 continue
             elsewhere = self._users_elsewhere(entry)
-            if elsewhere:
+            collected = entry.users == {_BODY, _HOOK} and self._rank > 0
+            if elsewhere and not collected:
                 self._say_unseen(entry, name, elsewhere)
             if len(elsewhere) == len(entry.users):
                 entry.before = now
@@ -202,7 +204,7 @@ class SharedState:
     def _owner(self, user: int) -> int | None:
         if user == _BODY:
             return 0
-        return None if user == _ANY else self._owner_of(user)
+        return None if user in (_ANY, _HOOK) else self._owner_of(user)
 
     def _say_order(self, entry: _Entry, name: str) -> None:
         if self.in_order:
