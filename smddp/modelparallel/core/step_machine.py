@@ -73,7 +73,7 @@ class Event(enum.IntEnum):
     BROKEN = 18  # what the phase does has raised what other ranks do not know; or a signal has
     TIMED_OUT = 19  # END of a rank of the pipeline has not come
     AGREED = 20  # all members of the order group have ended the step
-    REDO = 21  # replicas find at the end that the step has to be run again
+    REDO = 21  # gathers or replicas find at the end that the step has to be run again
 
 
 class Action(enum.IntEnum):
@@ -372,7 +372,7 @@ TABLE: tuple[Row, ...] = (
     # END was sent on another thread: with a report, or because of a failure.
     Row(ENDED, _E.COLLECTED, None, None),
     Row(ENDED, _E.BODIES_ENDED, None, None),
-    Row((_P.COLLECTING, *ENDED), _E.COMPLETED, None, None),
+    Row((_P.COLLECTING, *ENDED, *_AFTER), _E.COMPLETED, None, None),
     # --- failure before END. The first to know it tells it to all ranks of the pipeline; those that
     # hear it send END, too, because the step ends so on every stream.
     Row(SILENT, _E.FAILED, None, _P.SETTLING, _END, _join_first),
@@ -395,7 +395,8 @@ TABLE: tuple[Row, ...] = (
     # The others have this rank's report, and may have ended the step. It is alone.
     Row(ENDED, _E.FAILED, _has_partitions, None, (*_HALT, _A.LEAVE), _leave),
     Row(ENDED, _E.FAILED, None, None, _HALT, _join_first),
-    Row(ENDED, _E.CALLS_DIFFER, None, None),  # all of the pipeline know that it has succeeded here
+    # All of the pipeline know that it has succeeded here.
+    Row((*ENDED, *_AFTER), _E.CALLS_DIFFER, None, None),
     Row(ENDED, _E.HEARD_FAILURE, None, None, _HALT, _join),
     Row(ENDED, _E.STOPPED, _failed, None),
     # This pipeline may have succeeded. Its ranks hear of the failure when replicas agree.
@@ -417,6 +418,10 @@ TABLE: tuple[Row, ...] = (
     Row((_P.COMPLETING,), _E.DONE, None, _P.CLOSING),
     Row((_P.CLOSING,), _E.DONE, _awaits_partitions, _P.DRAINING),
     Row((_P.CLOSING,), _E.DONE, None, _P.RELEASING),
+    # The plan of the gathers was wrong, and no task has said so before END.
+    Row((_P.CLOSING,), _E.REDO, _failed, None),
+    Row((_P.CLOSING,), _E.REDO, _has_partitions, None, (*_HALT, _A.LEAVE), _leave),
+    Row((_P.CLOSING,), _E.REDO, None, None, (), _want_redo),  # replicas hear of it
     Row((_P.DRAINING,), _E.DONE, None, _P.RELEASING),
     Row((_P.DRAINING,), _E.TIMED_OUT, None, _P.RELEASING, (*_HALT, _A.LEAVE), _leave),
     Row(_BEFORE_RELEASE, _E.BROKEN, None, _P.RELEASING, (*_HALT, _A.LEAVE), _leave),
@@ -427,7 +432,6 @@ TABLE: tuple[Row, ...] = (
     Row((_P.RELEASING,), _E.DONE, None, _P.REDUCING, (), _conclude),
     Row((_P.RELEASING,), _E.BROKEN, _undecided, _P.MEETING, (*_HALT, _A.LEAVE), _leave),
     Row((_P.RELEASING,), _E.BROKEN, None, _P.REDUCING, (*_HALT, _A.LEAVE), _leave),
-    Row((_P.CLOSING,), _E.REDO, None, None, (), _want_redo),  # the plan of the gathers was wrong
     Row((_P.MEETING,), _E.FAILED, None, None, (), _join_first),  # all replicas hear of it there
     Row((_P.MEETING,), _E.DONE, _awaits_replicas, _P.AGREEING, (), _tell),
     Row((_P.MEETING,), _E.DONE, None, _P.REDUCING, (), _tell),

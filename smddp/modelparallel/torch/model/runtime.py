@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from smddp.modelparallel.core.errors import SMPUsageError
-from smddp.modelparallel.core.failure import OrderMattersError
+from smddp.modelparallel.core.failure import OrderMattersError, PlanChangedError
 from smddp.modelparallel.core.step_machine import Verdict
 from smddp.modelparallel.torch.activations.offload import Offloader
 from smddp.modelparallel.torch.common import device
@@ -438,9 +438,12 @@ class ModelRuntime:
 
         Raises:
             OrderMattersError: the step has to be run again, with one microbatch after the other.
+            PlanChangedError: likewise, and the code of a module has caught what said so.
             SMPUsageError: the body has changed a buffer, and has not called the model.
         """
         self._refuse_early_changes()
+        if self.sharding is not None and self.sharding.gathers.left_plan:
+            raise PlanChangedError("parameters were not needed in the order of the last step")
         if self.executor.size == 1 or not self.divided:
             return StepReport(False, {}, self.updates_masters)
         modules = self.executor.modules

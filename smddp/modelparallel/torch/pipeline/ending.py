@@ -15,6 +15,7 @@ from smddp.modelparallel.core.errors import SMPError, SMPPeerError
 from smddp.modelparallel.core.failure import (
     Elsewhere,
     Failure,
+    PlanChangedError,
     Redo,
     as_error,
     choose,
@@ -318,6 +319,10 @@ class Ending:
         """
         outside = self.state.phase is Phase.OUTSIDE
         self._tell(Event.BROKEN if outside else Event.LEAVES, as_smp_error(error))
+
+    def find_wrong_plan(self) -> None:
+        """Notes at the end of the gathers that the step has to be run again."""
+        self._tell(Event.REDO, PlanChangedError("parameters were not needed as in the last step"))
 
     def calls_differ(self, error: Exception) -> None:
         """Ends the step, which is run again, if this rank has not ended it.

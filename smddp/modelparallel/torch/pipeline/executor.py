@@ -318,7 +318,7 @@ class Executor:
         assert self._model is not None
         error, redo = self._model.close(bool(self.ending.failures))
         if redo:
-            self.ending.on(Event.REDO)
+            self.ending.find_wrong_plan()
         if error is not None:
             # The others do not know of any other error, such as one for lack of memory.
             known = isinstance(error, SMPError) and not isinstance(error.__cause__, dist.DistError)
