@@ -51,13 +51,17 @@ def test_a_step_ends_in_every_order_of_events(name: str) -> None:
 )
 @pytest.mark.timeout(3600)
 @pytest.mark.exhaustive
-def test_a_step_ends_in_every_order_with_two_faults(name: str, first: Fault) -> None:
+def test_a_step_ends_in_many_orders_with_two_faults(name: str, first: Fault) -> None:
     layout = BY_NAME[name]
     explored, every = Explored(layout, Rules()), faults(layout)
-    explored.explore([first])
+    explored.explore([first], longest=2_000_000)
+    walked, source = Explored(layout, Rules(), reduced=False), random.Random(1)
     for second in every[every.index(first) + 1 :]:
-        # With two faults at any moment there are millions of worlds; the first million is tried.
-        explored.explore([first, second], longest=1_000_000)
+        # Some have millions of worlds. The first ones differ in how the step ends only, so there
+        # are also orders by chance.
+        explored.explore([first, second], longest=20_000)
+        for _ in range(30):
+            walked.walk([first, second], source)
 
 
 # Layouts and faults that together take every row.

@@ -1,8 +1,8 @@
 """One rank's part in the steps of a pipeline: what arrives, and what runs.
 
 docs/model-parallel-design.md follows one microbatch through a step. This file has the life of a
-step, and ending.py how it ends; calls.py has the caller's side of calls between ranks, server.py
-the owner's side.
+step; ending.py drives the machine that says how it ends. calls.py has the caller's side of calls
+between ranks, server.py the owner's side.
 """
 
 from __future__ import annotations
