@@ -34,6 +34,7 @@ def quick(layout: Layout) -> list[tuple[Fault, ...]]:
     return [(), *((fault,) for fault in few if fault.rank in (0, 3))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.timeout(300)
 def test_a_step_ends_in_every_order_of_events(name: str) -> None:

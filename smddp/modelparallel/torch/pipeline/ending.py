@@ -54,7 +54,7 @@ class Ending:
 
     Any thread may call the methods. What they change is guarded by `lock`, under which the actions
     of an event are done, too; but for those that end process groups, or begin calls in them. Only
-    the thread of the caller changes what belongs to its errors, `_raised`.
+    the thread of the caller calls `begin`, `run` and `forget`, and changes `_raised`.
 
     Attributes:
         lock: also held by the executor while it acts upon a message, because that may end the step.
@@ -398,17 +398,30 @@ class Ending:
             Redo, SMPError: see `Executor.run`.
         """
         while self.state.phase is not Phase.OUTSIDE:
-            phase = self.state.phase
-            try:
-                value = activities[phase]()
-            except BaseException as error:
-                self._on_error(phase, error)
-            else:
-                if phase in SILENT:
-                    self.on(Event.COLLECTED)
-                elif self.state.phase is phase:
-                    self.on(Event.DONE, value)
+            self._pass(activities)
         return self._outcome()
+
+    def abandon(self, error: BaseException) -> None:
+        """Leaves if the step has not ended: a signal has come between two phases.
+
+        Args:
+            error: what it has raised.
+        """
+        if self.state.phase is not Phase.OUTSIDE:
+            self.leave(error)
+            self.state = self.state._replace(phase=Phase.OUTSIDE)
+
+    def _pass(self, activities: dict[Phase, Callable[[], Any]]) -> None:
+        """Does what there is to do in a phase."""
+        phase = self.state.phase
+        try:
+            value = activities[phase]()
+            if phase in SILENT:
+                self.on(Event.COLLECTED)
+            elif self.state.phase is phase:
+                self.on(Event.DONE, value)
+        except BaseException as error:
+            self._on_error(phase, error)
 
     def _on_error(self, phase: Phase, error: BaseException) -> None:
         """Acts upon what the thread of the caller has raised in a phase."""

@@ -216,6 +216,39 @@ class Executor:
         """
         self._name = name
         self._model, self._driver = model, driver
+        # Segments seed the generators of the ranks that serve.
+        self._random_state = RandomState() if driver is None else None
+        take_part = functools.partial(self._take_part, name)
+        try:
+            self._begin(schedule, model)
+            result = self.ending.run(
+                {
+                    **dict.fromkeys(SILENT, take_part),
+                    Phase.SETTLING: self._settle,
+                    Phase.PLACING: self._await_place,
+                    Phase.COMPLETING: self._complete_collectives,
+                    Phase.CLOSING: self._close_step,
+                    Phase.DRAINING: self._await_ends,
+                    Phase.RELEASING: self._release,
+                    Phase.MEETING: self._meet,
+                    Phase.AGREEING: self._agree,
+                    Phase.REDUCING: self._reduce,
+                }
+            )
+        except Redo:
+            model.restore()
+            raise
+        except BaseException as error:
+            self.ending.abandon(error)
+            raise
+        finally:
+            model.release_step()
+            self._model = self._driver = None
+            self.ending.forget()
+        model.note_success()
+        return result
+
+    def _begin(self, schedule: Schedule, model: StepModel) -> None:
         self.baton.context = contextvars.copy_context()
         self._placed.clear()
         self.server.under_way_limit = schedule.under_way_limit
@@ -241,33 +274,6 @@ class Executor:
         self._history.begin_step()
         if self.replicas is not None:
             self.replicas.begin(self)
-        # Segments seed the generators of the ranks that serve.
-        self._random_state = RandomState() if driver is None else None
-        take_part = functools.partial(self._take_part, name)
-        try:
-            result = self.ending.run(
-                {
-                    **dict.fromkeys(SILENT, take_part),
-                    Phase.SETTLING: self._settle,
-                    Phase.PLACING: self._await_place,
-                    Phase.COMPLETING: self._complete_collectives,
-                    Phase.CLOSING: self._close_step,
-                    Phase.DRAINING: self._await_ends,
-                    Phase.RELEASING: self._release,
-                    Phase.MEETING: self._meet,
-                    Phase.AGREEING: self._agree,
-                    Phase.REDUCING: self._reduce,
-                }
-            )
-        except Redo:
-            model.restore()
-            raise
-        finally:
-            model.release_step()
-            self._model = self._driver = None
-            self.ending.forget()
-        model.note_success()
-        return result
 
     # What the thread of the caller does in the phases of `step_machine`.
 
