@@ -437,10 +437,11 @@ TABLE: tuple[Row, ...] = (
     Row((_P.MEETING,), _E.DONE, None, _P.REDUCING, (), _tell),
     # A task of another replica may wait in a call that this rank's tasks do not make.
     Row((_P.AGREEING,), _E.STOPPED, None, None, (_A.ABORT_TASKS, _A.COMPLETE_CALLS)),
+    # The members have made their calls in different orders; all find it in what they have said.
+    Row((_P.AGREEING,), _E.FAILED, None, None, (), _join_first),
     Row((_P.AGREEING,), _E.AGREED, None, _P.REDUCING, (), _agree),
-    Row(
-        (_P.REDUCING, _P.OUTSIDE), _E.STOPPED, None, None
-    ),  # this rank has left, and waits for nobody
+    # This rank has left, and waits for nobody.
+    Row((_P.REDUCING, _P.OUTSIDE), _E.STOPPED, None, None),
     Row(_AFTER, _E.REPLICA_LOST, None, None, (_A.LEAVE,), _leave_only),
     Row(_AFTER, _E.LEAVES, None, None, (_A.LEAVE,), _leave_only),
     # A rank that has left does not wait for END of the others, but may still hear it.

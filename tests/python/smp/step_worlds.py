@@ -73,7 +73,8 @@ class Fault(NamedTuple):
             "report", what END should say cannot be made; "skip", a task leaves out a collective
             call; "begin", the step cannot begin here; "change", a gathered parameter was changed;
             "gather", the end of the gathers fails here alone; "plan", their plan was wrong; "hook",
-            reducing the gradients fails here. At any moment "lost", the process ends; "signal", the
+            reducing the gradients fails here. On all ranks "order", calls were made in different
+            orders. At any moment "lost", the process ends; "signal", the
             thread of the caller is interrupted; "silent", the wait for END lasts too long.
         rank: where.
     """
@@ -106,6 +107,8 @@ def faults(layout: Layout) -> list[Fault]:
     found += [Fault(kind, rank) for kind in ANY_FAULTS for rank in RANKS]
     if layout.partitions == 1:
         found = [fault for fault in found if fault.rank % 2 == 0]
+    if layout.exchanges:
+        found.append(Fault("order", -1))
     missing = set()
     if not layout.exchanges:
         missing.add("skip")
@@ -832,7 +835,12 @@ class Moving:
 
     def agree(self, i: int) -> None:
         """Hears how the step has gone on the other member."""
-        self.on(i, Event.AGREED, self.ranks[i].verdict)
+        verdict, own = self.ranks[i].verdict, self.ranks[i].state.verdict
+        assert verdict is not None
+        fine = not any((verdict.failures, verdict.redo, own.failures, own.redo))
+        if fine and Fault("order", -1) in self.faults:
+            self.on(i, Event.FAILED, failure(0, "order"))
+        self.on(i, Event.AGREED, verdict)
 
     def flag(self, i: int) -> None:
         """Sends flags to the other replica."""

@@ -31,7 +31,7 @@ def quick(layout: Layout) -> list[tuple[Fault, ...]]:
         few = [pair for pair in pairs if not any(one.kind in MANY for one in pair)]
         return [(), *((fault,) for fault in every), *few]
     few = [fault for fault in every if fault.kind not in MANY]
-    return [(), *((fault,) for fault in few if fault.rank in (0, 3))]
+    return [(), *((fault,) for fault in few if fault.rank in (0, 3, -1))]
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ FOR_ALL_ROWS: list[tuple[str, list[tuple[str, int]]]] = [
     *(("gradients", [fault]) for fault in [("lost", 0), ("lost", 1), ("silent", 0), ("signal", 1)]),
     ("gradients", [("signal", 1), ("lost", 0)]),
     *(("exchanges", [fault]) for fault in [("early", 0), ("no call", 0), ("begin", 0)]),
-    *(("exchanges", [fault]) for fault in [("begin", 1), ("waits", 0)]),
+    *(("exchanges", [fault]) for fault in [("begin", 1), ("waits", 0), ("order", -1)]),
     ("exchanges", [("waits", 0), ("late", 2)]),
     ("exchanges", [("forward", 1), ("lost", 3)]),
     *(("gathers", [fault]) for fault in [("change", 0), ("plan", 0)]),
