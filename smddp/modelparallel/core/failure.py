@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from smddp.modelparallel.core.errors import (
     SMPError,
@@ -25,6 +25,7 @@ __all__ = [
     "PlanChangedError",
     "Redo",
     "StructureChangedError",
+    "as_error",
     "choose",
     "describe",
     "raise_as_error",
@@ -113,6 +114,15 @@ class Failure(NamedTuple):
     order_matters: bool = False
     elsewhere: Elsewhere | None = None
 
+    def for_others(self, job_ranks: Sequence[int]) -> Elsewhere:
+        """Returns what other replicas hear of it.
+
+        Args:
+            job_ranks: the ranks of the pipeline, as ranks of the job.
+        """
+        first_line = self.text.partition("\n")[0]
+        return self.elsewhere or Elsewhere(job_ranks[self.rank], first_line, self.redo)
+
 
 def summary(error: BaseException) -> str:
     """Returns class and message of an exception in one line."""
@@ -127,15 +137,25 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
-def choose(failures: Sequence[Failure]) -> Failure:
+def choose(failures: Iterable[Failure]) -> Failure:
     """Returns the failure that all ranks raise; at the end of a step all know the same ones."""
-    return min(
-        failures, key=lambda f: (f.elsewhere is not None, f.microbatch < 0, f.microbatch, f.rank)
-    )
+    return min(failures, key=_order)
+
+
+def _order(failure: Failure) -> tuple[Any, ...]:
+    # A rank has one failure of its own. It may have several of other replicas, or of lost ranks.
+    of_job = failure.elsewhere.rank if failure.elsewhere is not None else -1
+    before = failure.microbatch < 0
+    return of_job >= 0, before, failure.microbatch, failure.rank, of_job, failure.text
 
 
 def raise_as_error(failure: Failure, where: str, cause: BaseException | None) -> NoReturn:
-    """Raises the same class with the same text on all ranks, from the original where possible.
+    """Raises `as_error`; see there for its arguments."""
+    raise as_error(failure, where, cause)
+
+
+def as_error(failure: Failure, where: str, cause: BaseException | None) -> SMPError:
+    """Returns the same class with the same text on all ranks, from the original where possible.
 
     On a rank without the original exception, its traceback is appended to the text.
 
@@ -144,24 +164,28 @@ def raise_as_error(failure: Failure, where: str, cause: BaseException | None) ->
         where: names the rank on which it was raised.
         cause: the original exception, if it was raised on this rank.
 
-    Raises:
-        SMPMicrobatchError: in most cases.
-        SMPError: of the original's class, if smp itself has raised it before or after the
-            microbatches, if the model cannot be divided, or if another replica has failed.
-        SMPPeerError: a signal has ended the step, and the rank that got it takes part in no more.
+    Returns:
+        SMPMicrobatchError in most cases. An error of the original's class, if smp itself has raised
+        it before or after the microbatches, if the model cannot be divided, or if another replica
+        has failed. SMPPeerError if a signal has ended the step: the rank that got it takes part in
+        no more.
     """
     if failure.elsewhere is not None:
-        raise failure.elsewhere.error()
+        return failure.elsewhere.error()
     origin = cause or _unpickled(failure)
     outside = failure.microbatch < 0 and isinstance(origin, SMPError)
     of_all = isinstance(origin, (SMPPeerError, SMPPartitionError))
-    if origin is not None and (outside or of_all):
-        raise type(origin)(f"{where}: {origin}") from origin
-    if failure.microbatch < 0 and origin is not None and not isinstance(origin, Exception):
-        raise SMPPeerError(f"{where}: {failure.text}") from origin
-    which = f", microbatch {failure.microbatch}" if failure.microbatch >= 0 else ""
-    trace = f"\n{failure.trace}" if cause is None else ""
-    raise SMPMicrobatchError(f"{where}{which}: {failure.text}{trace}") from origin
+    error: SMPError
+    if isinstance(origin, SMPError) and (outside or of_all):
+        error = type(origin)(f"{where}: {origin}")
+    elif failure.microbatch < 0 and origin is not None and not isinstance(origin, Exception):
+        error = SMPPeerError(f"{where}: {failure.text}")
+    else:
+        which = f", microbatch {failure.microbatch}" if failure.microbatch >= 0 else ""
+        trace = f"\n{failure.trace}" if cause is None else ""
+        error = SMPMicrobatchError(f"{where}{which}: {failure.text}{trace}")
+    error.__cause__ = origin
+    return error
 
 
 def describe(microbatch: int, rank: int, error: BaseException) -> Failure:

@@ -522,3 +522,57 @@ def test_a_backward_pass_that_fails_leaves_nothing_that_crashes_at_the_end() -> 
         ]
         for rank in interpreters.run_together(["-c", _FAILS_OUTSIDE], environments):
             assert (rank.returncode, rank.stdout) == (0, "refused\n"), rank.stderr
+
+
+class Swallows(nn.Module):
+    """Uses its parameters in another order where it is told to, and hides what that raises.
+
+    Attributes:
+        other: is it told to?
+    """
+
+    other = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            y: Tensor = self.one(self.two(x)) if self.other else self.two(self.one(x))
+        except Exception:
+            return x
+        return y
+
+
+def plan_is_swallowed() -> tuple[list[float], list[float]]:
+    smp.init(
+        shards() | {"partitions": 2, "ddp": True, "auto_partition": False, "default_partition": 0}
+    )
+    torch.manual_seed(0)
+    with smp.partition(0):
+        first = nn.Linear(8, 8)
+    with smp.partition(1):
+        swallows = Swallows()
+    module = nn.Sequential(first, swallows)
+    alone = copy.deepcopy(module)
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    found, expected = [], []
+    for step in range(8):
+        alone[1].other = swallows.other = step == 4
+        x = torch.full((2, 8), float(step + 1))
+        found.append(float(train(model, x).reduce_mean()))
+        expected.append(alone(x).square().mean().item())
+    return found, expected
+
+
+def test_all_ranks_run_a_step_again_if_code_hides_that_a_plan_was_wrong() -> None:
+    for found, expected in check_ranks(plan_is_swallowed, "4"):
+        assert found == pytest.approx(expected)

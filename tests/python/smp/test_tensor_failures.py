@@ -189,3 +189,25 @@ def test_what_one_tensor_parallel_rank_alone_asks_for(partitions: int) -> None:
         for what, text in texts.items():
             peers = str(rank + 1) if what == "state_dict" else others
             assert text.startswith(f"{what}: rank {peers} of the job did not answer; ranks "), text
+
+
+def failing_at_first(rank: int) -> str:
+    """The first step fails on one rank before its first call of the model; others wait for that."""
+    smp.init({"ddp": True, "microbatches": 2, "partitions": 2, "tensor_parallel_degree": 2})
+    module, _ = model_with_faults()
+    model, ids = smp.DistributedModel(module), batch_of(0, smp.dp_rank())
+    begun, error = time.monotonic(), ""
+    try:
+        train(model, ids, "body" if smp.rank() == rank else "")
+    except smp.SMPError as caught:
+        error = str(caught)
+    assert time.monotonic() - begun < _SOON
+    train(model, ids, "")
+    return error
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_a_first_step_that_fails_before_the_division(rank: int) -> None:
+    errors = check_ranks(failing_at_first, "4", rank)
+    assert all("ZeroDivisionError: in body" in error for error in errors) or not any(errors)
+    assert any(errors) == (rank in (0, 1)), errors

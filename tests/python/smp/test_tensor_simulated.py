@@ -34,9 +34,10 @@ from smp.test_task_order_simulated import Program
 from torch import Tensor, nn
 
 from smddp.modelparallel.core.baton import Priority, Task, Ticket
-from smddp.modelparallel.core.errors import SMPError, SMPPeerError
+from smddp.modelparallel.core.errors import SMPError
 from smddp.modelparallel.core.failure import Redo, StructureChangedError, summary
 from smddp.modelparallel.core.order import Follower, TaskName
+from smddp.modelparallel.core.step_machine import Verdict
 from smddp.modelparallel.core.topology import Topology
 from smddp.modelparallel.torch.job import collectives as collectives_module
 from smddp.modelparallel.torch.job.collectives import Collectives
@@ -389,6 +390,8 @@ class Case:
 class Model:
     """What a step trains: nothing."""
 
+    undecided, order_mattered = False, False
+
     def __init__(self) -> None:
         self.steps = 0
 
@@ -410,10 +413,26 @@ class Model:
     def report(self) -> StepReport:
         return StepReport(False, {})
 
-    def close(self, failed: bool) -> None:
-        pass
+    def close(self, failed: bool) -> tuple[None, bool]:
+        return None, False
 
     def accept_reports(self, reports: Any, order_matters: bool) -> None:
+        pass
+
+    def abstain(self, failure: str) -> None:
+        raise AssertionError("the model is divided from the beginning")
+
+    def reduce(self, failure: str, verdict: Verdict, alone: bool) -> None:
+        if verdict.redo and not failure:
+            raise Redo
+
+    def restore(self) -> None:
+        pass
+
+    def release_step(self) -> None:
+        pass
+
+    def note_success(self) -> None:
         pass
 
 
@@ -461,7 +480,7 @@ class Rank(Executor):
             # It was called before, with gradients or not.
             body = Body(self._body, "body", (), {}, True, trains=case.seed % 2 == 0)
             numbers = torch.arange(float(case.schedule.microbatches))
-            driver = Driver(self, body, case.schedule, (numbers,), {}, self._agree)
+            driver = Driver(self, body, case.schedule, (numbers,), {}, self._same_seed)
         pause(self.source)
         failure, redo, results = "", False, []
         try:
@@ -470,14 +489,10 @@ class Rank(Executor):
             redo = True
         except SMPError as error:
             failure = summary(error)
-        try:
-            redo, _ = self.agree(failure, redo, False)
-        except SMPPeerError as error:
-            failure = summary(error)
         case.outcomes[self.number] = failure, redo, results
         case.slices[self.number] = self.slices
 
-    def _agree(self, seed: int, _: Any) -> int:
+    def _same_seed(self, seed: int, _: Any) -> int:
         """Fails before there is a task."""
         self.may_fail()
         return seed

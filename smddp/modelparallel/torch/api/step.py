@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 from smddp.modelparallel.core.errors import SMPInitializationError, SMPUsageError
-from smddp.modelparallel.core.failure import Redo, summary
+from smddp.modelparallel.core.failure import Redo
 from smddp.modelparallel.torch.common.lost import smp_errors
 from smddp.modelparallel.torch.common.random_state import RandomState
 from smddp.modelparallel.torch.common.structure import rebuild
@@ -191,30 +191,11 @@ class StepFunction:
                 schedule = runtime.begin_step(body.name, body.function, schedule, again)
             if executor.rank == 0:
                 driver = Driver(executor, body, schedule, args, kwargs, seed_of_batch)
-            # Segments seed the generators of the ranks that serve; those are restored afterwards.
-            random_state: RandomState | None = RandomState() if driver is None else None
         except BaseException as error:
             executor.ending.leave(error)  # the others may be in the step already
             runtime.release_step()
             raise
-        failure, redo = "", False
-        try:
-            result = executor.run(body.name, schedule, runtime, driver)
-        except Redo:
-            redo = True  # `end_step` below always raises then, usually Redo
-        except BaseException as error:
-            failure = summary(error)
-            if not isinstance(error, Exception):
-                executor.ending.leave_after_signal(error)
-            raise
-        finally:
-            try:
-                if driver is not None:
-                    random_state = driver.random_state
-                if random_state is not None:
-                    random_state.restore()
-            finally:
-                runtime.end_step(failure, redo)
+        result = executor.run(body.name, schedule, runtime, driver)
         if driver is not None:
             body.trains = body.trains or driver.called_backward
         return self._collected(result)

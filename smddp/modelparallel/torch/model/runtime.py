@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from smddp.modelparallel.core.errors import SMPError, SMPPeerError, SMPUsageError
-from smddp.modelparallel.core.failure import OrderMattersError, Redo, summary
+from smddp.modelparallel.core.errors import SMPUsageError
+from smddp.modelparallel.core.failure import OrderMattersError, PlanChangedError
+from smddp.modelparallel.core.step_machine import Verdict
 from smddp.modelparallel.torch.activations.offload import Offloader
 from smddp.modelparallel.torch.common import device
 from smddp.modelparallel.torch.common.buffers import Buffers
@@ -67,6 +67,8 @@ class ModelRuntime:
         checkpoints: which modules have activation checkpointing.
         steps: how many have begun; a step that is run again counts twice.
         knew_counts: had a step with gradients been made before the last one? See `GradientSum`.
+        order_mattered: has the order of the microbatches mattered in this step, on this replica?
+            None if that is not known.
         updates_masters: are the gradients of this step copied to master weights at its end?
         device: of the parameters and buffers that live here.
         buffers: those that live here; none before the model is divided.
@@ -156,8 +158,6 @@ class ModelRuntime:
         self.steps = 0
         self.knew_counts = False
         self.updates_masters = False
-        # Does this rank still have to call `agree` or `abstain` in this step?
-        self._undecided = False
         # Before the model is divided, no buffer counts as living here, so none is saved.
         self.buffers = Buffers(module, lambda _: False)
         # In a first step on rank 0: all buffers, before the body has run.
@@ -169,11 +169,7 @@ class ModelRuntime:
         self._order_matters: dict[str, bool] = {}
         self._step_name = ""
         self._runs: collections.Counter[str] = collections.Counter()  # of each step function
-        # Did it matter in this step, on this replica? None if that is not known.
-        self._order_mattered: bool | None = None
-        # How the gathers of sharded parameters in this step have ended: see `close`.
-        self._gather_failure: Exception | None = None
-        self._gather_redo = False
+        self.order_mattered: bool | None = None
         self.device = device.current()
         self.example: Example | None = None
         self.announced: Example | None = None
@@ -249,12 +245,11 @@ class ModelRuntime:
             self.checkpoints.check(decision.owners)
             return decision
 
-        if self.data_parallel.size > 1 and not self._undecided:
+        if self.data_parallel.size > 1 and not executor.ending.state.undecided:
             raise SMPUsageError(
                 "the model was called again in a first step that has failed: other replicas have "
                 "ended it. Let the error end the step"
             )
-        self._undecided = False
         self._allow_gradients()
         self._refuse_new_modules()
         self._refuse_early_changes()
@@ -377,7 +372,7 @@ class ModelRuntime:
             raise SMPUsageError("set_partition has to be called before the first step")
         self.placement.pin(module, partition)
 
-    # --- the life of a step; api/step.py calls begin_step and end_step, the executor the others ---
+    # --- the life of a step; api/step.py calls begin_step, the executor the others ----------------
 
     def begin_step(
         self, name: str, body: Callable[..., Any], schedule: Schedule, again: bool
@@ -403,9 +398,7 @@ class ModelRuntime:
         self.updates_masters = False
         self.knew_counts = self._sum.knows_counts
         self.note_trained()
-        leads = self.executor.rank == 0 and self.data_parallel.size > 1
-        self._undecided = leads and not self.divided
-        self._step_name, self._order_mattered = name, None
+        self._step_name, self.order_mattered = name, None
         several = self.executor.size > 1
         if not again:
             self._runs[name] += 1
@@ -424,7 +417,6 @@ class ModelRuntime:
         self._sum.begin(microbatches, 1 if self.sharding is not None and not again else 0)
         divisor = microbatches if self._average else 1
         self.data_parallel.begin_step(self._sum, divisor, again)
-        self._gather_failure, self._gather_redo = None, False
         if self.sharding is not None:
             self.sharding.gathers.begin_step((name, torch.is_grad_enabled()), again)
         modules.predicts_structures = not again
@@ -446,9 +438,12 @@ class ModelRuntime:
 
         Raises:
             OrderMattersError: the step has to be run again, with one microbatch after the other.
+            PlanChangedError: likewise, and the code of a module has caught what said so.
             SMPUsageError: the body has changed a buffer, and has not called the model.
         """
         self._refuse_early_changes()
+        if self.sharding is not None and self.sharding.gathers.left_plan:
+            raise PlanChangedError("parameters were not needed in the order of the last step")
         if self.executor.size == 1 or not self.divided:
             return StepReport(False, {}, self.updates_masters)
         modules = self.executor.modules
@@ -463,20 +458,23 @@ class ModelRuntime:
             raise OrderMattersError("what modules keep in the step depends on the order of calls")
         return StepReport(changed, forms, self.updates_masters)
 
-    def close(self, failed: bool) -> None:
+    @property
+    def undecided(self) -> bool:
+        """Does this rank have to call `agree` or `abstain` in the step that begins?"""
+        leads = self.executor.rank == 0 and self.data_parallel.size > 1
+        return leads and not self.divided
+
+    def close(self, failed: bool) -> tuple[Exception | None, bool]:
         """Ends gathers and sums of sharded parameters; see `StepModel`."""
         if self.sharding is None:
-            return
+            return None, False
         if not failed:
             self._sum.end()
         try:
             with smp_errors():
-                self._gather_redo = self.sharding.end_step(failed)
-        except Exception as error:  # `end_step` raises it
-            self._gather_failure = error
-            # The others do not know of any other error, such as one for lack of memory.
-            if not isinstance(error, SMPError) or isinstance(error.__cause__, dist.DistError):
-                self.executor.ending.leave(error)
+                return None, self.sharding.end_step(failed)
+        except Exception as error:
+            return error, False
 
     def accept_reports(self, reports: dict[int, StepReport], order_matters: bool) -> None:
         """Applies what the ranks say; see `StepModel`."""
@@ -486,91 +484,49 @@ class ModelRuntime:
         order_matters |= any(report.changed for report in reports.values())
         # With some reports missing (the step failed), "no change" is not known.
         if order_matters or len(reports) == self.executor.size:
-            self._order_mattered = order_matters
+            self.order_mattered = order_matters
 
-    def end_step(self, failure: str, redo: bool) -> None:
-        """Sets `Parameter.grad` to the sums; a failed step leaves gradients as they were.
+    def abstain(self, failure: str) -> None:
+        """Tells the other replicas that this one has made no decision; see `StepModel`."""
+        abstain(self.data_parallel.group, failure)
 
-        Args:
-            failure: why the step failed here; empty if it has not.
-            redo: does the step have to be run again?
-
-        Raises:
-            Redo: the step has to be run again; gradients and buffers are as before it.
-            SMPError: the step failed on another replica.
-        """
-        try:
-            succeeded, other = self._end_step(failure, redo)
-        except Redo:
-            self.buffers.restore()
-            raise
-        except SMPError:
-            raise  # all replicas know of this one
-        except BaseException as error:
-            # If a hook has failed on the only partition, all ranks know. For other partitions the
-            # step has succeeded, and they cannot undo it.
-            if self.executor.size > 1 or error is not self.data_parallel.hook_failure:
-                self.executor.ending.leave(error)
-            if failure and isinstance(error, RuntimeError):
-                return  # the failure is what this step raises
-            with smp_errors():
-                raise
-        finally:
-            self.release_step()
-        if other is not None:
-            raise other
-        if succeeded:
-            if self.stand_ins is not None:
-                self.stand_ins.note_new_gradients()
-                if self.updates_masters:
-                    self.stand_ins.update()
-            self._warn_of_nothing_offloaded()
-            self._run_hooks("step")
-
-    def _end_step(self, failure: str, redo: bool) -> tuple[bool, Exception | None]:
-        """Agrees with the other replicas, and sets gradients.
-
-        Returns:
-            Are there new gradients? And what to raise, if the step itself has not failed here.
-
-        Raises:
-            Redo, SMPError: see `end_step`.
-            BaseException: something else has failed on this rank alone.
-        """
-        other: Exception | None = None
-        gather_failure, self._gather_failure = self._gather_failure, None
-        redo |= self._gather_redo
-        if gather_failure is not None and not failure:
-            other, failure = gather_failure, summary(gather_failure)
-        if self._undecided:
-            self._undecided = False
-            try:
-                abstain(self.data_parallel.group, failure)
-            except SMPError as error:
-                if not failure:
-                    other, failure = error, summary(error)
-        try:
-            redo, order_matters = self.executor.agree(failure, redo, self._order_mattered)
-        except (SMPPeerError, SMPUsageError) as error:
-            other, failure, redo, order_matters = error, summary(error), False, None
-        if failure and self.executor.gradients:
+    def reduce(self, failure: str, verdict: Verdict, alone: bool) -> Exception | None:
+        """Sets `Parameter.grad` to the sums; see `StepModel`."""
+        redo = verdict.redo and not failure
+        if failure and verdict.gradients:
             self.data_parallel.expect_gradients()
+        order_matters = verdict.order_matters or (None if failure else verdict.order_matters)
         if order_matters is not None:
             before = self._order_matters.get(self._step_name, False)
             self._order_matters[self._step_name] = before or order_matters
-        alone = bool(self.executor.ending.left)
-        if alone and not (failure or redo):
-            # The order group has lost a rank since the tasks have ended.
-            other = SMPPeerError(f"this rank has left the job: {self.executor.ending.left}")
-            failure = summary(other)
         succeeded = not (failure or redo)
         if succeeded:
             self._sum.end()
-        self.data_parallel.end_step(failure, redo, alone)
+        try:
+            self.data_parallel.end_step(failure, redo, alone)
+        except Exception as error:
+            # If a hook has failed on the only partition, all ranks know. For other partitions the
+            # step has succeeded, and they cannot undo it.
+            if self.executor.size > 1 or error is not self.data_parallel.hook_failure:
+                raise
+            return error
         # If other calls wait from now on, tasks will be divided at other places.
         if self.sharding is not None and succeeded and self.executor.modules.settled:
             self.sharding.gathers.accept()
-        return succeeded, other
+        return None
+
+    def restore(self) -> None:
+        """Sets buffers to what they were before the step, which is run again."""
+        self.buffers.restore()
+
+    def note_success(self) -> None:
+        """Uses the new gradients."""
+        if self.stand_ins is not None:
+            self.stand_ins.note_new_gradients()
+            if self.updates_masters:
+                self.stand_ins.update()
+        self._warn_of_nothing_offloaded()
+        self._run_hooks("step")
 
     def release_step(self) -> None:
         """Frees what is left of a step; if it has not ended, gradients are as before it."""

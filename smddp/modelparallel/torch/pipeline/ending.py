@@ -1,26 +1,38 @@
-"""How the steps of a rank end: what has failed, END to the other ranks, and leaving the job."""
+"""How the steps of a rank end: drives its `step_machine`, and sends END to the pipeline."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from smddp.modelparallel.core.baton import Baton
-from smddp.modelparallel.core.errors import SMPPeerError
+from smddp.modelparallel.core.baton import Aborted, Baton
+from smddp.modelparallel.core.errors import SMPError, SMPPeerError
 from smddp.modelparallel.core.failure import (
     Elsewhere,
     Failure,
+    PlanChangedError,
     Redo,
+    as_error,
     choose,
     describe,
-    raise_as_error,
     summary,
 )
-from smddp.modelparallel.core.order import Follower
+from smddp.modelparallel.core.order import Follower, Leader
+from smddp.modelparallel.core.step_machine import (
+    ENDED,
+    SILENT,
+    Action,
+    Event,
+    Phase,
+    Place,
+    Rules,
+    State,
+)
 from smddp.modelparallel.torch.common.lost import as_smp_error, loss, tells_of_loss
 from smddp.modelparallel.torch.pipeline.channel import Channel
 from smddp.modelparallel.torch.pipeline.order_group import OrderGroup
@@ -32,33 +44,28 @@ from smddp.modelparallel.torch.pipeline.step import (
     StepResult,
 )
 
-__all__ = ["SILENT", "Ending"]
+__all__ = ["SILENT_RANK", "Ending"]
 
-SILENT = "has not ended its step in time"
+SILENT_RANK = "has not ended its step in time"
 
 
 class Ending:
-    """How the steps of one rank end.
+    """Turns messages, errors and signals into events of the machine, and does what it says.
 
-    The first failure on any rank ends the step on all: this rank aborts its tasks, and sends END to
-    the others, who do the same. Whoever waits for the end of the step then raises the failure that
-    `choose` picks, which is the same on all ranks.
-
-    A rank that can take part in no more steps *leaves* (docs/model-parallel-design.md).
-
-    Any thread may call the methods; `lock` guards what they change.
+    Any thread may call the methods. What they change is guarded by `lock`, under which the actions
+    of an event are done, too; but for those that end process groups, or begin calls in them. Only
+    the thread of the caller calls `begin`, `run` and `forget`, and changes `_raised`.
 
     Attributes:
         lock: also held by the executor while it acts upon a message, because that may end the step.
+        state: of the machine.
         left: why this rank takes part in no more steps; empty if it does.
-        over: set when the thread that waits for the end of the step may go on.
-        order_over: set when this rank has run all that its leader has run. Only then does a
-            follower say in END that the step has succeeded here.
-        failures: of all ranks, as far as they are known here.
-        end_sent: has this rank sent END in this step?
+        woken: set when the thread of the caller may go on; see `Action.WAKE`.
         result: what the driver has returned, once it is here.
         reports: by rank of the pipeline, what END has said.
     """
+
+    _RULES = Rules()
 
     def __init__(
         self,
@@ -69,6 +76,7 @@ class Ending:
         abort: Callable[[str, bool], None],
         replicas: OrderGroup | None,
         collectives: StepCollectives | None,
+        complete: Callable[[], None],
     ) -> None:
         """Begins no step yet.
 
@@ -80,44 +88,146 @@ class Ending:
             abort: see `Groups.abort`.
             replicas: see `Executor`.
             collectives: see `Executor`.
+            complete: begins the collective calls that other ranks have begun; may raise.
         """
         self._rank, self._job_ranks = rank, job_ranks
         self._baton, self._channel, self._abort = baton, channel, abort
         self._replicas, self._collectives = replicas, collectives
+        self._complete = complete
         self.lock = threading.RLock()
-        # Held for a check of `end_sent` and the send: no message may follow END, because the
+        # Held for a check of the phase and the send: no message may follow END, because the
         # receiver would take it for one of the next step.
         self._send_lock = threading.Lock()
+        self._place = Place(
+            rank, len(job_ranks), replicas is not None, isinstance(baton.order, Follower)
+        )
+        self.state = State()
+        self.end_sent = False
         self.left = ""
-        self._all_ended = False  # has this rank ended all groups of smp, because a rank was lost?
+        # Has this rank ended the groups of steps? And all groups of smp, because a rank was lost?
+        self._ended_groups = self._all_ended = False
+        self.woken = threading.Event()
+        self._model: StepModel | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self.over, self.order_over = threading.Event(), threading.Event()
-        self._deciding = False  # see `deciding`
-        self._postponed: list[Failure] = []  # failures that have come meanwhile
-        self.failures: list[Failure] = []
-        # The exception of this rank. Its traceback refers to the model and to all of the step.
+        self.woken.clear()
+        # The first exception of this rank. Its traceback refers to the model and to all of the
+        # step. And what this rank raises whatever others raise.
         self._cause: BaseException | None = None
-        self._loss: SMPPeerError | None = None  # a rank of the pipeline has been lost
-        self.end_sent = False
+        self._raised: BaseException | None = None
+        self._loss: SMPPeerError | None = None  # a rank of the pipeline is gone
         self.result: StepResult | None = None
         self.reports: dict[int, StepReport] = {}
-        self._model: StepModel | None = None
 
-    def begin(self, model: StepModel) -> None:
-        """Begins a step, which trains this model."""
+    def begin(self, model: StepModel, divided: bool, undecided: bool) -> None:
+        """Begins a step.
+
+        Args:
+            model: what it trains.
+            divided: see `State`.
+            undecided: see `State`.
+        """
         self._reset()
         self._model = model
+        self.end_sent = False
+        self.on(Event.BEGUN, State(divided=divided, undecided=undecided))
 
     def forget(self) -> None:
         """Frees the values of the step, once its caller has the result or an error."""
-        self._cause = self.result = self._model = None
+        self._cause = self._raised = self._loss = self.result = self._model = None
 
     def check(self) -> None:
         """Raises SMPPeerError if there can be no step any more; called before each."""
         if self.left:
             raise SMPPeerError(f"this rank has left the job in an earlier step: {self.left}")
+
+    @property
+    def failures(self) -> frozenset[Failure]:
+        """Those of all ranks of the pipeline, as far as they are known here."""
+        return self.state.verdict.failures
+
+    # --- events and actions -----------------------------------------------------------------------
+
+    def on(self, event: Event, value: Any = None, error: BaseException | None = None) -> None:
+        """Lets an event happen.
+
+        Args:
+            event: what has happened.
+            value: what comes with it.
+            error: why, if this rank may leave because of it.
+        """
+        later: list[Callable[[], None]] = []
+        with self.lock:
+            before = self.state
+            if error is not None and self._model is not None and not before.verdict.failures:
+                self._cause = error
+            self.state, actions = self._RULES.advance(self._place, before, event, value)
+            for action in actions:
+                if action is Action.LEAVE:
+                    assert error is not None
+                    self.left = self.left or summary(error)
+                    later.append(functools.partial(self._leave, error))
+                elif action is Action.COMPLETE_CALLS:
+                    later.append(self._complete_calls)
+                elif action is Action.REPLAY:
+                    for failure in before.postponed:
+                        self.on(Event.STOPPED, failure)
+                else:
+                    self._do(action, value)
+        for what in later:
+            what()
+
+    def _do(self, action: Action, value: Any) -> None:
+        if action is Action.SUCCEED:
+            self._succeed()
+        elif action is Action.SEND_FAILURE:
+            self._send_end(value, [])
+        elif action is Action.SEND_NOTHING:
+            self._send_end(None, [])
+        elif action is Action.ABORT_TASKS:
+            self._baton.abort()
+        elif action is Action.STOP_REPLICAS:
+            if self._replicas is not None:
+                why = self.state.verdict.elsewhere(self._job_ranks)
+                calls = self._collectives.stop() if self._collectives is not None else []
+                self._replicas.stop(why or value.for_others(self._job_ranks), calls)
+        elif action is Action.WAKE:
+            self.woken.set()
+        elif action is Action.ROUSE:
+            self._baton.wake()
+        elif action is Action.ANNOUNCE_END:
+            order = self._baton.order
+            if isinstance(order, Leader) and self._replicas is not None:
+                order.settle()
+                self._replicas.announce_end()
+                order.end()
+
+    def _complete_calls(self) -> None:
+        try:
+            self._complete()
+        except Exception as error:
+            self.leave(error)
+
+    def _leave(self, error: BaseException) -> None:
+        """Ends the process groups: no rank waits for this one any more, nor this one for others.
+
+        Each rank that tries raises, and leaves, too; see docs/model-parallel-design.md.
+        """
+        lost = tells_of_loss(error)
+        with self.lock:
+            news = not self._ended_groups or (lost and not self._all_ended)
+            self._ended_groups = True
+            self._all_ended |= lost
+        if news:
+            self._abort(self.left, lost)
+        self.end_order()
+
+    def end_order(self) -> None:
+        """Lets no task wait for announcements of the leader any more."""
+        with self._baton.changing_order() as order:
+            if order is not None:
+                order.end()
 
     # --- END --------------------------------------------------------------------------------------
 
@@ -130,55 +240,49 @@ class Ending:
             self._channel.send(peer, kind, header, tensors)
             return True
 
-    def succeed(self) -> None:
-        """Sends END of this rank, unless that was done.
+    def _succeed(self) -> None:
+        """Sends END with the report of this rank."""
+        try:
+            self._send_report()
+        except Exception as error:
+            self.fail(-1, error)
+        else:
+            self.on(Event.SUCCEEDED)
 
-        Raises:
-            TypeError: something in the result of the step function does not pickle.
-        """
-        if self.end_sent:
-            return
+    def _send_report(self) -> None:
         assert self._model is not None
         report = self._model.report()
         if self._collectives is not None:
             report = report._replace(order=self._collectives.order_after(self._collectives.begun))
-        self.reports[self._rank] = report
         if self._rank > 0:
             self._send_end(report, [])
-            return
-        assert self.result is not None
-        try:
-            self._send_end((self.result.header, report), self.result.tensors)
-        except Exception:
-            # END was not sent, so no rank has this report; name the value that does not pickle.
-            del self.reports[self._rank]
-            structures, objects = self.result.header
-            for structure in structures:
-                raise_if_unpicklable("the step function returns", structure, objects)
-            raise
+        else:
+            assert self.result is not None
+            try:
+                self._send_end((self.result.header, report), self.result.tensors)
+            except Exception:
+                # Nothing was sent; name the value that does not pickle.
+                structures, objects = self.result.header
+                for structure in structures:
+                    raise_if_unpicklable("the step function returns", structure, objects)
+                raise
+        self.reports[self._rank] = report
 
     def on_end(self, peer: int, message: Message) -> None:
-        """Notes that another rank of the pipeline has ended the step; `lock` is held."""
+        """Takes the END of another rank of the pipeline; `lock` is held."""
         if isinstance(message.header, Failure):
-            self.failures.append(message.header)
-            self._send_end(None, [])
-            self._stop()
+            self.on(Event.HEARD_FAILURE, message.header)
         elif message.header is None:
             pass  # it has heard of a failure, which comes here from the rank that has failed
         elif peer == 0:
             header, self.reports[peer] = message.header
             self.result = StepResult(header, message.tensors)  # type: ignore[arg-type]
-            # Sent here, not by the thread in `run`, which has to wake first: all ranks wait for it.
-            if not isinstance(self._baton.order, Follower):
-                self.succeed()
-            self.over.set()
+            self.on(Event.BODIES_ENDED)
         else:
             self.reports[peer] = message.header
 
     def _send_end(self, header: Any, tensors: list[Any]) -> None:
-        with self.lock, self._send_lock:
-            if self.end_sent:
-                return
+        with self._send_lock:
             channel = self._channel
             if channel is not None:
                 for peer in channel.peers:
@@ -190,7 +294,7 @@ class Ending:
                         channel.broken[peer] = error
             self.end_sent = True
 
-    # --- failure ----------------------------------------------------------------------------------
+    # --- what has failed --------------------------------------------------------------------------
 
     def fail(self, microbatch: int, error: BaseException) -> None:
         """Ends the step on all ranks because of an error on this one. Only the first error counts.
@@ -199,29 +303,34 @@ class Ending:
             microbatch: in which it was raised; -1 if not in a microbatch.
             error: the exception.
         """
-        self._note(microbatch, as_smp_error(error))
-        if isinstance(error, dist.DistError):  # the next step could not use the process group
-            self.leave(error)
+        # The next step could not use a process group that has failed.
+        event = Event.LEAVES if isinstance(error, dist.DistError) else Event.FAILED
+        self._tell(event, as_smp_error(error), microbatch)
 
-    def fail_on_all(self, error: Exception) -> None:
-        """Ends the step on all replicas, unless all ranks of this pipeline have ended it.
+    def _tell(self, event: Event, error: BaseException, microbatch: int = -1) -> None:
+        """Lets an event happen because of an exception of this rank."""
+        self.on(event, describe(microbatch, self._rank, error), error)
+
+    def leave(self, error: BaseException) -> None:
+        """Takes part in no more steps.
 
         Args:
             error: why.
         """
-        self._stop_with(describe(-1, self._rank, error))
+        outside = self.state.phase is Phase.OUTSIDE
+        self._tell(Event.BROKEN if outside else Event.LEAVES, as_smp_error(error))
 
-    def _note(self, microbatch: int, error: BaseException) -> None:
-        """Notes the first error of this rank in a step, and tells the others."""
-        failure = describe(microbatch, self._rank, error)
-        with self.lock:
-            if self.failures:
-                return
-            self.failures.append(failure)
-            if self._model is not None:
-                self._cause = error
-            self._send_end(failure, [])
-            self._stop()
+    def find_wrong_plan(self) -> None:
+        """Notes at the end of the gathers that the step has to be run again."""
+        self._tell(Event.REDO, PlanChangedError("parameters were not needed as in the last step"))
+
+    def calls_differ(self, error: Exception) -> None:
+        """Ends the step, which is run again, if this rank has not ended it.
+
+        Args:
+            error: why.
+        """
+        self._tell(Event.CALLS_DIFFER, error)
 
     def lose(self, peer: int, error: Exception) -> None:
         """Ends the step, and leaves, because the stream from a rank of the pipeline has failed."""
@@ -229,23 +338,23 @@ class Ending:
         self._channel.broken[peer] = error
         reason = SMPPeerError(loss(self.who(peer), error))
         reason.__cause__ = error
-        failure = describe(-1, self._rank, reason)
-        lost = tells_of_loss(reason)
-        with self.lock:
-            if lost:
-                self._loss = self._loss or reason
-            # Else another failure may be why the streams have ended.
-            if lost or not self.failures:
-                self.failures.append(failure)
-            self._send_end(failure, [])
-            self._stop()
-        self.leave(reason)
+        if tells_of_loss(reason):
+            self._loss = self._loss or reason
+            self.on(Event.STREAM_LOST, describe(-1, self._rank, reason), reason)
+        else:
+            self.on(Event.STREAM_ENDED, describe(-1, self._rank, reason), reason)
 
     def stop(self, elsewhere: Elsewhere) -> None:
         """Ends the step because another replica has ended it."""
-        self._stop_with(
-            Failure(-1, self._rank, elsewhere.text, "", None, elsewhere.redo, elsewhere=elsewhere)
-        )
+        self.on(Event.STOPPED, self.of_other(elsewhere))
+
+    def stop_all(self, error: Exception) -> None:
+        """Ends the step on all replicas, unless all ranks of this pipeline have ended it.
+
+        Args:
+            error: why.
+        """
+        self.on(Event.STOPPED, describe(-1, self._rank, error))
 
     def lose_replica(self, rank: int, error: Exception) -> None:
         """Ends the step, and leaves, because the stream from a rank of another replica has failed.
@@ -255,142 +364,136 @@ class Ending:
             error: of the stream.
         """
         lost = Elsewhere(rank, loss("it", error), redo=False)
-        self.stop(lost)
         reason = lost.error()
         reason.__cause__ = error
-        self.leave(reason)
+        self.on(Event.REPLICA_LOST, self.of_other(lost), reason)
 
-    def _stop_with(self, failure: Failure) -> None:
-        """Ends the step; or only what is left of it, if all ranks of the pipeline have ended it."""
-        with self.lock:
-            if self.failures:
-                return
-            if self._deciding:
-                self._postponed.append(failure)
-                return
-            if self.end_sent:
-                self._abort_tasks(failure.elsewhere or self._for_others(failure))
-                return
-            self.failures.append(failure)
-            self._send_end(failure, [])
-            self._stop()
+    def of_other(self, elsewhere: Elsewhere) -> Failure:
+        """Returns a failure of another replica as one that ends this step."""
+        return Failure(
+            -1, self._rank, elsewhere.text, "", None, elsewhere.redo, elsewhere=elsewhere
+        )
 
     @contextlib.contextmanager
     def deciding(self) -> Iterator[None]:
-        """In this context rank 0 agrees with other replicas on a decision, and tells its ranks.
-
-        A failure on another replica ends the step here only then. Otherwise this rank could have
-        the decision, and could not tell it any more.
-        """
-        with self.lock:
-            self._deciding = True
+        """In this context rank 0 agrees with other replicas on a decision, and tells its ranks."""
+        self.on(Event.DECIDES)
         try:
             yield
         finally:
-            with self.lock:
-                self._deciding = False
-                for failure in self._postponed:
-                    self._stop_with(failure)
+            self.on(Event.DECIDED)
 
-    def _stop(self) -> None:
-        self._abort_tasks(self.as_elsewhere())
-        self.over.set()
-        self.order_over.set()
+    # --- the thread of the caller -----------------------------------------------------------------
 
-    def _abort_tasks(self, why: Elsewhere) -> None:
-        self._baton.abort()
-        if self._replicas is not None:
-            calls = self._collectives.stop() if self._collectives is not None else []
-            self._replicas.stop(why, calls)
-
-    def as_elsewhere(self, failure: str = "") -> Elsewhere:
-        """Returns why this replica has ended the step, for the others.
+    def run(self, activities: dict[Phase, Callable[[], Any]]) -> StepResult:
+        """Goes through the phases of a step.
 
         Args:
-            failure: the reason if no failure of this step is known.
-        """
-        if not self.failures:
-            return Elsewhere(self._job_ranks[self._rank], failure, redo=False)
-        first = choose(self.failures)
-        if first.elsewhere is not None:
-            return first.elsewhere
-        redo = any(one.redo for one in self.failures)
-        return self._for_others(first)._replace(redo=redo)
+            activities: what the thread does in each of them; what they return comes with DONE.
 
-    def _for_others(self, failure: Failure) -> Elsewhere:
-        """Returns what the other replicas hear of a failure in this one."""
-        first_line = failure.text.partition("\n")[0]
-        return Elsewhere(self._job_ranks[failure.rank], first_line, failure.redo)
-
-    # --- leaving ----------------------------------------------------------------------------------
-
-    def leave(self, error: BaseException) -> None:
-        """Takes part in no more steps, because a rank was lost, or a signal has raised here.
-
-        No rank waits for this one in a step any more, nor this one for others: each rank that tries
-        raises, and leaves, too.
-
-        Args:
-            error: why.
-        """
-        error = as_smp_error(error)
-        lost, first = tells_of_loss(error), not self.left
-        self.left = self.left or summary(error)
-        self._note(-1, error)
-        if first or (lost and not self._all_ended):
-            self._all_ended |= lost
-            self._abort(self.left, lost)
-        self.end_order()
-
-    def leave_after_signal(self, error: BaseException) -> None:
-        """Leaves because a signal has raised in `run`, if others need this rank during a step.
-
-        Without a pipeline, and without replicas that wait for this rank while tasks run, the others
-        hear of it at the end of the step.
-
-        Args:
-            error: what the signal has raised.
-        """
-        if self._channel is None and self._replicas is None:
-            self.fail(-1, error)
-        else:
-            self.leave(error)
-
-    def end_order(self) -> None:
-        """Lets no task wait for announcements of the leader any more."""
-        with self._baton.changing_order() as order:
-            if order is not None:
-                order.end()
-
-    # --- what the caller of the step gets ---------------------------------------------------------
-
-    def outcome(self, silent: Sequence[int]) -> StepResult:
-        """Returns the result of the step, once all ranks of the pipeline have ended it.
-
-        Args:
-            silent: the ranks that have not ended it in time.
+        Returns:
+            The result of the step.
 
         Raises:
             Redo, SMPError: see `Executor.run`.
         """
-        if silent:
-            text = f"{self.who(silent[0])} {SILENT}"
-            if self.failures:
-                first = choose(self.failures)
-                text += f", which had failed on {self.who(first.rank)}: {first.text}"
-            silence = SMPPeerError(text)
-            self.leave(silence)
-            raise silence
-        if self._loss is not None:
-            raise self._loss
-        if any(failure.redo for failure in self.failures):
-            raise Redo
+        while self.state.phase is not Phase.OUTSIDE:
+            self._pass(activities)
+        return self._outcome()
+
+    def abandon(self, error: BaseException) -> None:
+        """Leaves if the step has not ended: a signal has come between two phases.
+
+        Args:
+            error: what it has raised.
+        """
+        if self.state.phase is not Phase.OUTSIDE:
+            self.leave(error)
+            self.state = self.state._replace(phase=Phase.OUTSIDE)
+
+    def _pass(self, activities: dict[Phase, Callable[[], Any]]) -> None:
+        """Does what there is to do in a phase."""
+        phase = self.state.phase
+        try:
+            value = activities[phase]()
+            if phase in SILENT:
+                self.on(Event.COLLECTED)
+            elif self.state.phase is phase:
+                self.on(Event.DONE, value)
+        except BaseException as error:
+            self._on_error(phase, error)
+
+    def _on_error(self, phase: Phase, error: BaseException) -> None:
+        """Acts upon what the thread of the caller has raised in a phase."""
+        if isinstance(error, Aborted):
+            self.on(Event.COLLECTED)
+        elif phase in SILENT and isinstance(error, Exception):
+            self.fail(-1, error)
+        elif phase in SILENT:
+            self._raised = error
+            self._tell(Event.SIGNALLED, error)
+        elif phase is Phase.REDUCING and isinstance(error, Redo):
+            self.on(Event.REDO)
+        elif phase in (Phase.MEETING, Phase.REDUCING) and isinstance(error, SMPError):
+            self.fail_together(error)
+            if phase is Phase.MEETING:
+                self.on(Event.DONE)
+        else:
+            error = as_smp_error(error)
+            follows = isinstance(error, RuntimeError) and phase not in ENDED
+            known = self.error if phase is Phase.REDUCING else self._first
+            self._raised = known if follows and known is not None else error
+            self._tell(Event.BROKEN, error)
+
+    def fail_together(self, error: Exception, alone: bool = False) -> None:
+        """Notes what this rank raises, unless the step has failed before.
+
+        Args:
+            error: to raise.
+            alone: do other ranks not know of it?
+        """
+        self._raised = self._first or error
+        self._tell(Event.LEAVES if alone else Event.FAILED, as_smp_error(error))
+
+    def time_out(self, silent: Sequence[int]) -> None:
+        """Notes that ranks of the pipeline have not ended the step in time."""
+        text = f"{self.who(silent[0])} {SILENT_RANK}"
         if self.failures:
             first = choose(self.failures)
-            cause = self._cause if first.rank == self._rank else None
-            raise_as_error(first, self.who(first.rank), cause)
-        assert self.result is not None
-        return self.result
+            text += f", which had failed on {self.who(first.rank)}: {first.text}"
+        self._raised = SMPPeerError(text)
+        self._tell(Event.TIMED_OUT, self._raised)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What this rank raises, once all of the pipeline have ended the step.
+
+        None if the step has succeeded, or has to be run again.
+        """
+        if self._first is None and self.left and not self.state.verdict.redo:
+            # The order group has lost a rank since the tasks have ended.
+            return SMPPeerError(f"this rank has left the job: {self.left}")
+        return self._first
+
+    @property
+    def _first(self) -> BaseException | None:
+        first = self.state.verdict.first
+        if self._raised is not None or self._loss is not None or first is None:
+            return self._raised or self._loss
+        cause = self._cause if first.rank == self._rank else None
+        return as_error(first, self.who(first.rank), cause)
+
+    def _outcome(self) -> StepResult:
+        error, result = self.error, self.result
+        try:
+            if error is not None:
+                raise error
+            if self.state.verdict.redo:
+                raise Redo
+        finally:
+            del error  # its traceback refers to this frame
+        assert result is not None
+        return result
 
     def who(self, peer: int) -> str:
         """Returns how messages name a rank of the pipeline; there is none with one partition."""

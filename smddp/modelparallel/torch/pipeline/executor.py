@@ -1,14 +1,15 @@
 """One rank's part in the steps of a pipeline: what arrives, and what runs.
 
 docs/model-parallel-design.md follows one microbatch through a step. This file has the life of a
-step, and ending.py how it ends; calls.py has the caller's side of calls between ranks, server.py
-the owner's side.
+step; ending.py drives the machine that says how it ends. calls.py has the caller's side of calls
+between ranks, server.py the owner's side.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,20 +18,21 @@ import torch
 import torch.distributed as dist
 
 from smddp.modelparallel.core.baton import Aborted, Baton, Priority, Task, Ticket
-from smddp.modelparallel.core.errors import SMPPeerError, SMPUsageError
-from smddp.modelparallel.core.failure import CallsDifferError, Elsewhere
+from smddp.modelparallel.core.errors import SMPError, SMPUsageError
+from smddp.modelparallel.core.failure import CallsDifferError, Elsewhere, Redo, summary
 from smddp.modelparallel.core.order import Announcement, Follower, Leader, TaskName, TaskOrder
+from smddp.modelparallel.core.step_machine import SILENT, Event, Phase, Verdict
 from smddp.modelparallel.torch.common import device
 from smddp.modelparallel.torch.common.engine import forget_failed_pass
 from smddp.modelparallel.torch.common.lost import smp_errors
 from smddp.modelparallel.torch.common.random_state import RandomState
 from smddp.modelparallel.torch.pipeline.calls import CallerSide
 from smddp.modelparallel.torch.pipeline.channel import Arrival, Channel, Ended
-from smddp.modelparallel.torch.pipeline.ending import SILENT, Ending
+from smddp.modelparallel.torch.pipeline.ending import SILENT_RANK, Ending
 from smddp.modelparallel.torch.pipeline.frame import Frame
 from smddp.modelparallel.torch.pipeline.history import History, Point
-from smddp.modelparallel.torch.pipeline.modules import Findings, Modules
-from smddp.modelparallel.torch.pipeline.order_group import OrderGroup, Outcome
+from smddp.modelparallel.torch.pipeline.modules import Modules
+from smddp.modelparallel.torch.pipeline.order_group import OrderGroup
 from smddp.modelparallel.torch.pipeline.protocol import Kind, Message
 from smddp.modelparallel.torch.pipeline.server import Server
 from smddp.modelparallel.torch.pipeline.stall import StallWatch
@@ -71,7 +73,6 @@ class Executor:
         replicas: the streams to and from the other members of the order group; None without one.
         collectives: those of tasks, over members of the order group; None if there are none.
         ending: how steps end on this rank.
-        gradients: are gradients on, here or on a member of the order group? Known after `agree`.
         divided: has this rank applied the decision about where modules live? Until then it
             keeps the messages that begin or end work.
     """
@@ -111,7 +112,7 @@ class Executor:
             self._waits = Waits(replicas.tell_of_wait, self._calls_differ)
             order = Leader(replicas.announce)
             if not replicas.leads:
-                order = Follower(self._diverged, lambda: self.ending.order_over.set())
+                order = Follower(self._diverged, lambda: self.ending.on(Event.COMPLETED))
             order.note = self._history.slice_ended
         self.baton = Baton(
             self._task_failed,
@@ -123,7 +124,8 @@ class Executor:
         )
         self.channel = Channel(group, rank, size) if group is not None and size > 1 else None
         self.ending = Ending(
-            *(rank, self._job_ranks, self.baton, self.channel, abort, replicas, collectives)
+            *(rank, self._job_ranks, self.baton, self.channel, abort, replicas, collectives),
+            self._complete_late,
         )
         self.caller = CallerSide(self)
         self.server = Server(self, self.caller)
@@ -142,10 +144,8 @@ class Executor:
         # (peer, message): what has come before this rank can use it.
         self._held: list[tuple[int, Message]] = []
         self._begun = False  # may messages of this step be acted upon?
-        # Does this rank wait in `agree`, and which calls has it begun for ranks that have failed?
-        self._agreeing = False
-        self._late: list[Any] = []
-        self.gradients = False
+        self._late: list[Any] = []  # the calls that it has begun for ranks that have failed
+        self._random_state: RandomState | None = None  # of the script, on ranks that serve
         self._decision: Any = None  # the one that has come, and is not applied here yet
         self._steps = 0  # how many this rank has begun, including failed ones
         self._name = ""  # of the step function
@@ -176,26 +176,18 @@ class Executor:
         self.baton.close()
 
     def finish(self) -> None:
-        """Lets the thread in `run` go on; the last task of rank 0 calls this."""
-        self.ending.over.set()
+        """Notes that all bodies have ended; the last task of rank 0 calls this."""
+        self.ending.on(Event.BODIES_ENDED)
 
     def wait_for_finish(self) -> None:
-        """Waits until `finish` was called or the step has failed.
+        """Waits until `finish` was called, and until a follower has run all that its leader has.
 
         Raises:
             Aborted: the step has failed.
         """
-        ending = self.ending
         check = self._check_replicas if self.replicas is not None else None
-        self._watch.wait(ending.over, self.modules, self._name, self._steps, check)
-        # A follower waits for its leader. Not as long as the model is not divided: the leader may
-        # wait in its body until this replica has ended the step.
-        follows = isinstance(self.baton.order, Follower) and self.divided
-        if follows and not ending.failures:
-            # What nobody waits for may still be left.
-            self.baton.wake()
-            self._watch.wait(ending.order_over, self.modules, self._name, self._steps, check)
-        if ending.failures:
+        self._watch.wait(self.ending.woken, self.modules, self._name, self._steps, check)
+        if self.ending.failures:
             raise Aborted
 
     # --- the life of a step -----------------------------------------------------------------------
@@ -224,9 +216,41 @@ class Executor:
         """
         self._name = name
         self._model, self._driver = model, driver
+        # Segments seed the generators of the ranks that serve.
+        self._random_state = RandomState() if driver is None else None
+        take_part = functools.partial(self._take_part, name)
+        try:
+            self._begin(schedule, model)
+            result = self.ending.run(
+                {
+                    **dict.fromkeys(SILENT, take_part),
+                    Phase.SETTLING: self._settle,
+                    Phase.PLACING: self._await_place,
+                    Phase.COMPLETING: self._complete_collectives,
+                    Phase.CLOSING: self._close_step,
+                    Phase.DRAINING: self._await_ends,
+                    Phase.RELEASING: self._release,
+                    Phase.MEETING: self._meet,
+                    Phase.AGREEING: self._agree,
+                    Phase.REDUCING: self._reduce,
+                }
+            )
+        except Redo:
+            model.restore()
+            raise
+        except BaseException as error:
+            self.ending.abandon(error)
+            raise
+        finally:
+            model.release_step()
+            self._model = self._driver = None
+            self.ending.forget()
+        model.note_success()
+        return result
+
+    def _begin(self, schedule: Schedule, model: StepModel) -> None:
         self.baton.context = contextvars.copy_context()
         self._placed.clear()
-        self.ending.begin(model)
         self.server.under_way_limit = schedule.under_way_limit
         if self.modules.outlook is not None:
             self.modules.outlook.begin_step(schedule)
@@ -234,6 +258,7 @@ class Executor:
         self.modules.hooks.begin_step()
         self._steps += 1
         self.timeline.begin()
+        self.ending.begin(model, self.divided, model.undecided)
         # This ends the abort of a failed step. It is done here and not at the end of that step,
         # because more failures may arrive after that.
         self.baton.begin()
@@ -249,48 +274,13 @@ class Executor:
         self._history.begin_step()
         if self.replicas is not None:
             self.replicas.begin(self)
-        try:
-            silent = self._run_to_end(name, model, driver)
-            return self.ending.outcome(silent)
-        finally:
-            self._model = self._driver = None
-            self.ending.forget()
 
-    def _run_to_end(self, name: str, model: StepModel, driver: StepDriver | None) -> list[int]:
-        """Does this rank's part in a step, and waits until all ranks of the pipeline have ended it.
+    # What the thread of the caller does in the phases of `step_machine`.
 
-        Arguments are those of `run`. Returns the ranks that have not ended it in time.
-        """
-        try:
-            self._take_part(name, model, driver)
-        except Aborted:
-            pass  # `outcome` raises the failure below
-        except Exception as error:
-            self.ending.fail(-1, error)
-        except BaseException as error:
-            self.ending.leave_after_signal(error)
-            raise
-        finally:
-            try:
-                with smp_errors():
-                    silent = self._await_ends()
-            except BaseException as error:
-                self.ending.leave(error)
-                raise
-            finally:
-                # DROP may come after this rank has sent END; the task that it makes has to end
-                # first.
-                self.baton.wait_until_idle()
-                self._apply_late_decision()
-                self._end_step()
-                if self.divided:
-                    failures = self.ending.failures
-                    order_matters = any(failure.order_matters for failure in failures)
-                    model.accept_reports(self.ending.reports, order_matters)
-        return silent
-
-    def _take_part(self, name: str, model: StepModel, driver: StepDriver | None) -> None:
-        """Does this rank's part in a step, until it has sent END; arguments are those of `run`."""
+    def _take_part(self, name: str) -> None:
+        """Does this rank's part in a step, until there is a result."""
+        model, driver = self._model, self._driver
+        assert model is not None
         if driver is None:
             model.compare()
             self.baton.wake()
@@ -302,128 +292,128 @@ class Executor:
                 self.send(peer, Kind.BEGIN, begin)
             self._begin_step()
             self.ending.result = driver.drive()
-        self.ending.succeed()
 
-    def _await_ends(self) -> list[int]:
-        """Waits until this rank has no task left and all peers have ended the step.
-
-        Returns:
-            The peers that have not ended it in time. Their streams count as broken: the END that
-            they may still send belongs to this step, and the next one must not read it.
-        """
+    def _settle(self) -> None:
         self.baton.wake()
         self.baton.wait_until_idle()
-        if isinstance(self.baton.order, Leader) and self.replicas is not None:
-            # Before anything here waits for other replicas.
-            self.baton.order.settle()
-            self.replicas.announce_end()
-            self.baton.order.end()
-        awaits_decision = self.replicas is not None and self.rank > 0 and not self.divided
-        if awaits_decision and not self.ending.left:
-            # The other members of the order group may have applied a decision that still comes
-            # here, and wait for this rank in collectives.
-            self._placed.wait(_END_TIMEOUT)
+
+    def _await_place(self) -> None:
+        self._placed.wait(_END_TIMEOUT)
+
+    def _complete_collectives(self) -> None:
+        """Begins calls so that no rank waits for one that this rank does not make any more.
+
+        This rank waits for them after its gathers: they may need a rank that waits in a gather.
+        """
         self._apply_late_decision()
-        assert self._model is not None
-        works = self._complete_collectives()
-        self._model.close(bool(self.ending.failures))
-        for work, *_ in works:
-            work.wait()
-        if self.channel is None or self.ending.left:
-            return []
-        silent = self.channel.drain(_END_TIMEOUT)
-        for peer in silent:
-            self.channel.end(peer, Ended(RuntimeError(f"it {SILENT}")))
-        if silent:
-            # Wakes the thread that waits for their messages.
-            self.channel.interrupt()
-        return silent
-
-    def _complete_collectives(self) -> list[Any]:
-        """Lets no rank wait for collective calls that this one does not make any more.
-
-        Returns:
-            See `StepCollectives.complete`. This rank waits for them after its gathers: the calls
-            may need a rank that waits in a gather.
-        """
         if self.collectives is None or self.replicas is None or self.ending.left:
-            return []
+            return
         self.collectives.settle()
-        if not self.ending.failures:
-            return []
-        made = self.replicas.await_stops()
-        return self.collectives.complete(made.get(rank, ()) for rank in self.collectives.ranks)
-
-    def agree(self, failure: str, redo: bool, order_matters: bool | None) -> tuple[bool, Any]:
-        """Ends a step after `run`: from now on, all replicas of the order group know the same.
-
-        All ranks call it once in each step, also if `run` has raised. Without an order group it
-        waits for nobody.
-
-        Args:
-            failure: why the step has failed on this replica, in one line; empty if it has not.
-            redo: does it have to be run again?
-            order_matters: does the order of the microbatches matter? None if that is not known.
-
-        Returns:
-            `redo` and `order_matters`, of all replicas together.
-
-        Raises:
-            SMPPeerError: the step has not failed here, but on another replica; or a rank is gone.
-            SMPUsageError: ranks have made the collective calls of tasks for different modules.
-        """
-        self.gradients = torch.is_grad_enabled()
-        try:
-            return self._end_together(failure, redo, order_matters)
-        finally:
-            self._agreeing, self._late = False, []
-            if self.collectives is not None:
-                self.collectives.end_step()
-
-    def _end_together(
-        self, failure: str, redo: bool, order_matters: bool | None
-    ) -> tuple[bool, Any]:
-        findings = self.modules.findings()
-        if self.replicas is None or self.ending.left:
-            self.modules.end_step(findings)
-            return redo, order_matters
-        elsewhere = self.ending.as_elsewhere(failure) if failure else None
-        first = self.collectives.ranks[0] if self.collectives is not None else 0
-        orders = {rank: report.order for rank, report in self.ending.reports.items()}
-        point = self._history.point(over=True)
-        own = Outcome(
-            *(elsewhere, redo, order_matters, findings, (first, orders), point),
-            gradients=torch.is_grad_enabled(),
-        )
-        self._agreeing = True
-        self._complete_late()
-        try:
-            outcomes = self.replicas.end(own)
-        except SMPPeerError as error:
-            self.ending.leave(error)
-            if failure:
-                return redo, order_matters
-            raise
-        for work, *_ in self._late:
-            work.wait()
-        self.gradients = any(outcome.gradients for outcome in outcomes)
-        self.modules.end_step(Findings.common([outcome.findings for outcome in outcomes]))
-        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
-        if failures and not failure:
-            raise failures[0].error()
-        redo = any(outcome.redo for outcome in outcomes) and not failures
-        if not (failures or redo):
-            _compare_orders(outcomes)
-        known = [outcome.order_matters for outcome in outcomes]
-        unknown = not any(known) and (bool(failures) or None in known)
-        return redo, None if unknown else any(known)
+        if self.ending.failures:
+            self.replicas.await_stops()
+            self._complete_late()
 
     def _complete_late(self) -> None:
-        """Lets no rank wait for calls that this one has not made, though its step has succeeded."""
-        if self.collectives is not None and self.replicas is not None:
+        """Begins the calls that ranks had begun which have stopped, and this one has not."""
+        if self.collectives is not None and self.replicas is not None and not self.ending.left:
             made = self.replicas.stops
             ranks = self.collectives.ranks
             self._late += self.collectives.complete(made.get(rank, ()) for rank in ranks)
+
+    def _close_step(self) -> None:
+        assert self._model is not None
+        error, redo = self._model.close(bool(self.ending.failures))
+        if redo:
+            self.ending.find_wrong_plan()
+        if error is not None:
+            # The others do not know of any other error, such as one for lack of memory.
+            known = isinstance(error, SMPError) and not isinstance(error.__cause__, dist.DistError)
+            self.ending.fail_together(error, alone=not known)
+        self._await_late()
+
+    def _await_late(self) -> None:
+        late, self._late = self._late, []
+        with smp_errors():
+            for work, *_ in late:
+                work.wait()
+
+    def _await_ends(self) -> None:
+        """Waits until all peers have ended the step.
+
+        The streams from those that have not in time count as broken: the END that they may still
+        send belongs to this step, and the next one must not read it.
+        """
+        assert self.channel is not None
+        silent = self.channel.drain(_END_TIMEOUT)
+        if not silent:
+            return
+        for peer in silent:
+            self.channel.end(peer, Ended(RuntimeError(f"it {SILENT_RANK}")))
+        self.channel.interrupt()  # wakes the thread that waits for their messages
+        self.ending.time_out(silent)
+
+    def _release(self) -> Verdict:
+        """Frees what belongs to the step, which all ranks of the pipeline have ended.
+
+        Returns:
+            What this rank knows of it, besides failures.
+        """
+        model, driver = self._model, self._driver
+        assert model is not None
+        state = self._random_state if driver is None else driver.random_state
+        if state is not None:
+            state.restore()
+        # DROP may come after this rank has sent END; the task that it makes has to end first.
+        self.baton.wait_until_idle()
+        self._apply_late_decision()
+        self._end_step()
+        if self.divided:
+            order_matters = any(failure.order_matters for failure in self.ending.failures)
+            model.accept_reports(self.ending.reports, order_matters)
+        first = self.collectives.ranks[0] if self.collectives is not None else 0
+        orders = [(rank, report.order) for rank, report in self.ending.reports.items()]
+        return Verdict(
+            order_matters=model.order_mattered,
+            findings=self.modules.findings(),
+            orders=frozenset([(first, frozenset(orders))]),
+            gradients=torch.is_grad_enabled(),
+        )
+
+    def _meet(self) -> None:
+        assert self._model is not None
+        self._model.abstain(self._why)
+
+    @property
+    def _why(self) -> str:
+        """Why the step has failed here, in one line; empty if it has not."""
+        error = self.ending.error
+        return "" if error is None else summary(error)
+
+    def _agree(self) -> None:
+        """Ends the step in the order group: from now on, all its members know the same."""
+        assert self.replicas is not None
+        own = self.ending.state.verdict
+        if (why := own.elsewhere(self._job_ranks)) is not None:
+            own = own._replace(failures=frozenset([self.ending.of_other(why)]))
+        self._complete_late()
+        said = self.replicas.end(own, self._history.point(over=True))
+        self._await_late()
+        together = functools.reduce(Verdict.join, said)
+        if not (together.failures or together.redo or together.orders_differ is None):
+            self.ending.fail_together(_other_order(together.orders_differ))
+        self.ending.on(Event.AGREED, together)
+
+    def _reduce(self) -> None:
+        """Reduces gradients with the replicas, and exchanges the last flags."""
+        assert self._model is not None
+        if self.collectives is not None:
+            self.collectives.end_step()
+        verdict = self.ending.state.verdict
+        if verdict.findings is not None:
+            self.modules.end_step(verdict.findings)
+        error = self._model.reduce(self._why, verdict, bool(self.ending.left))
+        if error is not None:
+            self.ending.fail_together(error)
 
     def _apply_late_decision(self) -> None:
         """Applies a decision that came before a failure: rank 0 has applied it already."""
@@ -626,6 +616,7 @@ class Executor:
         """Notes that this rank has applied the decision; it serves calls from now on."""
         with self.ending.lock:
             self.divided = True
+            self.ending.on(Event.DIVIDED)
             if self.baton.order is not None:
                 self.baton.order.alone = False
             self._release_held()
@@ -655,14 +646,14 @@ class Executor:
             return
         if self.modules.predicts_structures and self.size > 1:
             # Perhaps only because one of them has waited.
-            self.ending.fail_on_all(CallsDifferError(_ONLY_SOME_WAIT))
+            self.ending.stop_all(CallsDifferError(_ONLY_SOME_WAIT))
             return
         here, own = self._job_ranks[self.rank], self._history.point()
         called = [
             f"rank {one} of the job has called {', '.join(map(repr, how.trail)) or 'none'}"
             for one, how in ((rank, point), (here, own))
         ]
-        self.ending.fail_on_all(
+        self.ending.stop_all(
             SMPUsageError(
                 "replicas that run their tasks in one order, such as the ranks of a "
                 "tensor-parallel group, have to call the same modules in the same order, and "
@@ -674,12 +665,6 @@ class Executor:
     def on_stop(self, failure: Elsewhere) -> None:
         """Ends the step because another replica has ended it; see `OrderEvents`."""
         self.ending.stop(failure)
-        if not self._agreeing or self.ending.left:
-            return
-        try:
-            self._complete_late()
-        except Exception as error:
-            self.ending.leave(error)
 
     def on_lost(self, rank: int, error: Exception) -> None:
         """Ends the step because a rank of another replica is gone; see `OrderEvents`."""
@@ -707,10 +692,7 @@ class Executor:
 
     def _calls_differ(self) -> None:
         """Ends the step, which is run again: this time every replica waits for every call."""
-        with self.ending.lock:
-            # Afterwards all ranks of the pipeline know that the step has succeeded here.
-            if not self.ending.end_sent:
-                self.ending.fail(-1, CallsDifferError(_ONLY_SOME_WAIT))
+        self.ending.calls_differ(CallsDifferError(_ONLY_SOME_WAIT))
 
     def _diverged(
         self, reason: str, announced: tuple[Any, ...] | None, ready: list[TaskName]
@@ -732,11 +714,11 @@ class Executor:
             f"replicas that run their tasks in one order have to make the same calls in each step: "
             f"{what}. On {here} could run: {mine}"
         )
-        if reason == "over" and self.ending.over.is_set():
+        if reason == "over" and self.ending.state.phase is not Phase.RUNNING:
             # All bodies have ended: nobody has waited for the results of this work, and the
             # leader's replica has not run it any more.
             self.baton.abort()
-            self.ending.order_over.set()
+            self.ending.on(Event.COMPLETED)
         elif reason == "over" and self.modules.predicts_structures:
             self._calls_differ()  # perhaps only because one of them has waited
         else:
@@ -785,18 +767,9 @@ def _leaf(tensor: Any) -> Any:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _compare_orders(outcomes: Sequence[Outcome]) -> None:
-    """Raises SMPUsageError, on all replicas, if some have called divided modules in another order.
-
-    Args:
-        outcomes: of a step that has succeeded on all of them.
-    """
-    orders: dict[int, dict[int, int]] = {}
-    for first, found in (outcome.collectives for outcome in outcomes):
-        if orders.setdefault(first, found) != found:
-            raise SMPUsageError(
-                "the ranks of a tensor-parallel group have called their divided modules in "
-                "different orders, so the results of this step are wrong. All ranks of "
-                f"the group of rank {first} have to call the same modules in the same order, "
-                "whatever their data are"
-            )
+def _other_order(first: int) -> SMPUsageError:
+    return SMPUsageError(
+        "the ranks of a tensor-parallel group have called their divided modules in different "
+        f"orders, so the results of this step are wrong. All ranks of the group of rank {first} "
+        "have to call the same modules in the same order, whatever their data are"
+    )

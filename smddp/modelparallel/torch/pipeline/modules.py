@@ -140,25 +140,20 @@ class Findings(NamedTuple):
     structures: dict[Any, Structure | None]
     awaited: frozenset[int]
 
-    @staticmethod
-    def common(several: Sequence[Findings]) -> Findings:
+    def join(self, other: Findings) -> Findings:
         """Returns what ranks that make the same calls may rely on, so that they go on to do so.
 
         If they have not found the same about a call, callers wait for all results of its module:
         one rank may pass a mask where another passes None, and both must wait, or neither.
-
-        Args:
-            several: the findings of each rank.
         """
-        keys = dict.fromkeys(key for one in several for key in one.structures)
         structures = {}
-        awaited = set().union(*(one.awaited for one in several))
-        for key in keys:
-            found = [one.structures.get(key) for one in several]
-            structures[key] = found[0] if all(other == found[0] for other in found) else None
-            if structures[key] is None and any(found):
-                awaited.add(key[0])
-        return Findings(structures, frozenset(awaited))
+        awaited = self.awaited | other.awaited
+        for key in dict.fromkeys((*self.structures, *other.structures)):
+            ours, theirs = self.structures.get(key), other.structures.get(key)
+            structures[key] = ours if ours == theirs else None
+            if ours != theirs:
+                awaited |= {key[0]}
+        return Findings(structures, awaited)
 
 
 class Surroundings(Protocol):

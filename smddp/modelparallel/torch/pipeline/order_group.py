@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,39 +19,16 @@ import torch.distributed as dist
 from smddp.modelparallel.core.errors import SMPPeerError
 from smddp.modelparallel.core.failure import Elsewhere
 from smddp.modelparallel.core.order import Announcement
+from smddp.modelparallel.core.step_machine import Verdict
 from smddp.modelparallel.torch.common import device
 from smddp.modelparallel.torch.pipeline.channel import Channel, Ended
 from smddp.modelparallel.torch.pipeline.history import Point
-from smddp.modelparallel.torch.pipeline.modules import Findings
 from smddp.modelparallel.torch.pipeline.protocol import Kind
 
-__all__ = ["OrderEvents", "OrderGroup", "Outcome"]
+__all__ = ["OrderEvents", "OrderGroup"]
 
 # Seconds between the looks whether a rank has gone on.
 _STILL = 0.5
-
-
-class Outcome(NamedTuple):
-    """How a step has gone on one replica; the same on all ranks of its pipeline but for `findings`.
-
-    Attributes:
-        failure: why it has failed; None if it has not, or has to be run again.
-        redo: it has to be run again.
-        order_matters: see `StepModel.accept_reports`; None if that is not known.
-        findings: what the rank has found out about calls.
-        collectives: the first rank that makes collective calls with this one in tasks, and
-            `StepReport.order` by rank of the pipeline.
-        point: how far the rank has come.
-        gradients: are gradients on?
-    """
-
-    failure: Elsewhere | None
-    redo: bool
-    order_matters: bool | None
-    findings: Findings
-    collectives: tuple[int, dict[int, int]]
-    point: Point
-    gradients: bool
 
 
 class OrderEvents(Protocol):
@@ -103,7 +80,8 @@ class OrderGroup:
         self._send_lock = threading.Lock()
         self._open = self._stopped = False
         self._ended = True
-        self._outcomes: dict[int, Outcome] = {}
+        # What has ended on other members, and how far they were.
+        self._said: dict[int, tuple[Verdict, Point]] = {}
         # What other members have said in STOP, and has that of all come that will come?
         self._stops: dict[int, list[Any]] = {}
         self._quiet: set[int] = set()
@@ -122,7 +100,7 @@ class OrderGroup:
             events: is told what comes.
         """
         self._events = events
-        self._outcomes, self._stops, self._quiet = {}, {}, set()
+        self._said, self._stops, self._quiet = {}, {}, set()
         self._stopped = self._ended = False
         self._last_sign, self._point = time.monotonic(), None
         self._channel.open()
@@ -199,19 +177,22 @@ class OrderGroup:
     @property
     def ended(self) -> list[tuple[int, Point]]:
         """The members whose step has succeeded, as ranks of the job, and how far they were then."""
-        said = list(self._outcomes.items())  # the other thread may add some
-        succeeded = [(peer, one) for peer, one in said if one.failure is None and not one.redo]
-        return [(self.ranks[peer], one.point) for peer, one in succeeded]
+        said = list(self._said.items())  # the other thread may add some
+        return [
+            (self.ranks[peer], point)
+            for peer, (verdict, point) in said
+            if not (verdict.failures or verdict.redo)
+        ]
 
-    def end(self, own: Outcome) -> list[Outcome]:
+    def end(self, own: Verdict, point: Point) -> list[Verdict]:
         """Ends the step: tells the others how it went here, and waits for what they say.
 
         Args:
             own: how it went here.
+            point: how far this rank has come.
 
         Returns:
-            How it went on all replicas of the group, in the order of the members; only `own` if the
-            step was not begun.
+            How it went on all replicas of the group; only `own` if the step was not begun.
 
         Raises:
             SMPPeerError: a member is gone, or has not answered in time.
@@ -219,7 +200,7 @@ class OrderGroup:
         if not self._open:
             return [own]
         self._open = False
-        self._send(Kind.END, own)
+        self._send(Kind.END, (own, point))
         for peer in self._channel.drain(self.timeout):
             late = f"it has not ended its step within {self.timeout:g} s"
             self._channel.end(peer, Ended(RuntimeError(late)))
@@ -227,8 +208,7 @@ class OrderGroup:
         self._events = None
         for peer, error in self._channel.broken.items():
             raise SMPPeerError(f"rank {self.ranks[peer]} of the job was lost: {error}") from error
-        outcomes = {**self._outcomes, self._rank: own}
-        return [outcomes[member] for member in sorted(outcomes)]
+        return [own, *(verdict for verdict, _ in self._said.values())]
 
     def _send(self, kind: Kind, header: Any, peers: Sequence[int] | None = None) -> None:
         with self._send_lock:
@@ -287,15 +267,16 @@ class OrderGroup:
             self._tell(lambda events: events.on_point(self.ranks[peer], Point(*header)))
         elif kind == Kind.END:
             self._note_quiet(peer)
-            outcome: Outcome = header
-            self._outcomes[peer] = outcome
-            if outcome.failure is not None or outcome.redo:
-                why = outcome.failure or Elsewhere(self.ranks[peer], "", True)
-                self._tell(lambda events: events.on_stop(why))
+            verdict, point = self._said[peer] = header
+            if verdict.failures or verdict.redo:
+                first = verdict.first
+                why = first.elsewhere if first is not None else None
+                other = why or Elsewhere(self.ranks[peer], "", True)
+                self._tell(lambda events: events.on_stop(other))
                 if peer == 0:  # it may have failed before it could announce anything
                     self._tell(lambda events: events.on_leader_ended())
             else:
-                self._tell(lambda events: events.on_point(self.ranks[peer], outcome.point))
+                self._tell(lambda events: events.on_point(self.ranks[peer], point))
 
     def _note_quiet(self, peer: int, calls: list[Any] | None = None) -> None:
         with self._news:

@@ -81,7 +81,7 @@ class Kind(enum.IntEnum):
         DROP: the fields of the `Origin`, without depth and path.
         END: a `Failure`; or after a success, from rank 0 (`StepResult.header`, a `StepReport`),
             from the others a `StepReport`; None from a rank that has heard of a failure. In an
-            order group, an `Outcome`.
+            order group, a `Verdict` and a `Point`.
         DECISIONS: a list of `Decision`s, in their order; None if the leader makes no more.
         STOP: (the fields of an `Elsewhere`, what `StepCollectives.stop` has returned).
         ALIVE: the fields of a `Point`.

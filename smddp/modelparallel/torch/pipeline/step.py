@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from smddp.modelparallel.core.step_machine import Verdict
+from smddp.modelparallel.torch.common.random_state import RandomState
 from smddp.modelparallel.torch.pipeline.frame import Frame
 
 __all__ = [
@@ -133,7 +135,17 @@ class StepModel(Protocol):
     The holder of the baton calls `accept_begin`, `apply`, `end_microbatch` and `report`. The
     thread in `Executor.run` calls the others; also `report` on rank 0, and `apply` after a failure,
     when no task is left.
+
+    Attributes:
+        undecided: does this rank have to tell other replicas whether there is a decision?
+        order_mattered: see `Verdict.order_matters`; known after `accept_reports`.
     """
+
+    order_mattered: bool | None
+
+    @property
+    def undecided(self) -> bool:
+        """See above."""
 
     def begin(self, name: str, names: list[str] | None) -> StepBegin:
         """Returns what rank 0 tells the others at the beginning of the step.
@@ -173,13 +185,16 @@ class StepModel(Protocol):
             OrderMattersError: the step has to be run again, with one microbatch after the other.
         """
 
-    def close(self, failed: bool) -> None:
+    def close(self, failed: bool) -> tuple[Exception | None, bool]:
         """Ends what the model exchanges with replicas while tasks run; no task is left.
 
         Called before this rank waits for the END of its peers, which may wait for this.
 
         Args:
             failed: has the step failed, as far as this rank knows?
+
+        Returns:
+            What has failed; and whether the step has to be run again.
         """
 
     def accept_reports(self, reports: dict[int, StepReport], order_matters: bool) -> None:
@@ -190,6 +205,42 @@ class StepModel(Protocol):
                 have heard of a failure.
             order_matters: the step has failed because the order of the microbatches matters.
         """
+
+    def abstain(self, failure: str) -> None:
+        """Tells the other replicas that this one has made no decision about the division.
+
+        Args:
+            failure: why the step has failed here, in one line; empty if it has not.
+
+        Raises:
+            SMPPeerError: it has failed on another replica.
+        """
+
+    def reduce(self, failure: str, verdict: Verdict, alone: bool) -> Exception | None:
+        """Sets gradients to the sums over replicas; those from before the step if that fails.
+
+        Args:
+            failure: see `abstain`.
+            verdict: what the order group has found.
+            alone: the step has failed because a rank is lost, and nobody waits for this one.
+
+        Returns:
+            An error that all ranks know.
+
+        Raises:
+            Redo: replicas have to run the step again.
+            SMPError: the step failed on another replica.
+            Exception: something else has failed on this rank alone.
+        """
+
+    def restore(self) -> None:
+        """Sets what the step has changed to what it was, because the step is run again."""
+
+    def release_step(self) -> None:
+        """Frees what is left of a step; if it has not succeeded, gradients are as before it."""
+
+    def note_success(self) -> None:
+        """Uses the new gradients; code of the script may raise here."""
 
 
 class StepCollectives(Protocol):
@@ -245,7 +296,14 @@ class StepCollectives(Protocol):
 
 
 class StepDriver(Protocol):
-    """Runs the body of a step for every microbatch, on rank 0."""
+    """Runs the body of a step for every microbatch, on rank 0.
+
+    Attributes:
+        random_state: of the script's generators, to be set after the step; None if nothing has
+            changed them.
+    """
+
+    random_state: RandomState | None
 
     def drive(self) -> StepResult:
         """Runs all microbatches, on the thread that has called `Executor.run`."""

@@ -104,6 +104,7 @@ class Gathers:
         live: elements that are gathered, or are being gathered.
         peak: the largest value of `live` in this step.
         ahead: how many gathers of this step had begun before they were asked for.
+        left_plan: was a plan wrong in this step?
     """
 
     def __init__(self, group: dist.ProcessGroup, limit: int, ordered: bool, timeout: float) -> None:
@@ -145,7 +146,7 @@ class Gathers:
         self._scrap: dict[Any, torch.Tensor] = {}
         self._closed = False  # no more gathers in this step
         self._stopped = False  # no more requests of this rank
-        self._left_plan = False
+        self.left_plan = False
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the memory of the parameters that are gathered, or are being gathered."""
@@ -199,7 +200,7 @@ class Gathers:
             self.live = 0
         if changed:
             raise changed[0].change_error()
-        return self._left_plan
+        return self.left_plan
 
     def accept(self) -> None:
         """Makes what this step has gathered the plans of the next ones; it has succeeded."""
@@ -426,8 +427,8 @@ class Gathers:
         if self._stopped:
             raise SMPPeerError("the step has failed")
         place, this = len(one.order), self._request(one, entry)
-        if self._left_plan or place >= len(plan) or plan[place] != this:
-            self._left_plan = True
+        if self.left_plan or place >= len(plan) or plan[place] != this:
+            self.left_plan = True
             raise PlanChangedError(
                 f"parameter {entry.name!r} is needed in another order than in the last step"
             )
@@ -460,7 +461,7 @@ class Gathers:
             self._begin(due)
 
     def _gather_ahead(self) -> None:
-        if self._left_plan or self._stopped or self._closed:
+        if self.left_plan or self._stopped or self._closed:
             return
         while True:
             one = self._due()
