@@ -561,10 +561,10 @@ def unscale_outside(optimizer: Any) -> None:
 
 # --- torch.distributed ----------------------------------------------------------------------------
 
-backend_of_group = _name(
+backend_of_group = _reader(
     "torch.distributed.ProcessGroup._get_backend",
     "smddp.describe, smddp.statistics and smp, for the backend of a group,",
-    "the backend of a group for a torch.device",
+    "a method: the backend of a group for a torch.device. Groups in Python have one of their own",
 )
 device_types = _reader(
     "torch.distributed.ProcessGroup._device_types",

@@ -40,7 +40,7 @@ def backend_of(group: dist.ProcessGroup, kind: str) -> Any:
     Raises:
         RuntimeError: the group has none for that kind.
     """
-    backend = backend_of_group(group, torch.device(kind))
+    backend = backend_of_group(group)(torch.device(kind))
     return getattr(backend, "wrapped_pg", backend)
 
 

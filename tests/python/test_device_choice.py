@@ -43,7 +43,7 @@ def _pinned(local_rank: str, count: int, used: bool) -> list[int]:
     chosen: list[int] = []
     torch.cuda.device_count = lambda: count
     torch.cuda.is_initialized = lambda: used
-    torch.cuda._lazy_call = waiting.append
+    backend.call_when_cuda_starts = waiting.append
     torch.cuda.set_device = chosen.append
     for _ in range(2):  # two groups
         backend._pin_device()

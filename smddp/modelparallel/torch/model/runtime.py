@@ -495,7 +495,9 @@ class ModelRuntime:
         redo = verdict.redo and not failure
         if failure and verdict.gradients:
             self.data_parallel.expect_gradients()
-        order_matters = verdict.order_matters or (None if failure else verdict.order_matters)
+        order_matters = verdict.order_matters
+        if failure and not order_matters:
+            order_matters = None  # not all calls were made
         if order_matters is not None:
             before = self._order_matters.get(self._step_name, False)
             self._order_matters[self._step_name] = before or order_matters
