@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import sys
 import time
 import warnings
@@ -29,7 +30,7 @@ from smddp.torch._split import check_lists_of_split_group
 if TYPE_CHECKING:
     from smddp.torch._C import ProcessGroup
 
-__all__ = ["GroupOptions", "backend_of", "create_process_group"]
+__all__ = ["GroupOptions", "backend_of", "create_process_group", "shown_name"]
 
 
 def backend_of(group: dist.ProcessGroup, kind: str) -> Any:
@@ -81,6 +82,15 @@ class GroupOptions:
                 )
 
 
+def shown_name(name: str) -> str:
+    """Returns the name of a group for messages, logs and metrics.
+
+    Where ranks make a group alone, torch's name is a hash of 40 digits. The first ten of them tell
+    groups apart as well: what ranks exchange does not depend on the name.
+    """
+    return name[:10] if re.fullmatch("[0-9a-f]{40}", name) else name
+
+
 def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
     """Creates one rank of a group; c10d calls it in init_process_group() and new_group()."""
     global _user
@@ -88,7 +98,7 @@ def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
 
     module = _load.load()
     store, rank, size = options.store, options.group_rank, options.group_size
-    name = str(options.group_id)
+    name = shown_name(str(options.group_id))
     members = [int(member) for member in options.global_ranks_in_group or []]
     try:
         complete_environment(rank, size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from on_ranks import on_ranks
+
+import smddp
 
 pytestmark = pytest.mark.multiprocess
 layouts = pytest.mark.parametrize("layout", ["2", "2x2"])
@@ -79,6 +82,8 @@ def _subgroups() -> None:
         _check_sum(mine, next(pair for pair in pairs if me in pair), 1000)
         local = dist.new_group([me - me % 2, me - me % 2 + 1], use_local_synchronization=True)
         _check_sum(local, [me - me % 2, me - me % 2 + 1], 1000)
+        # Its name is a hash, of which messages have ten digits.
+        assert re.match('group "[0-9a-f]{10}": rank ', smddp.describe(local))
 
 
 @layouts
