@@ -50,6 +50,22 @@ class Counts(nn.Module):
         return y / self.calls  # type: ignore[no-any-return]
 
 
+def latest(x: Tensor) -> None:
+    """Keeps the mean of its argument as an attribute of its own."""
+    latest.mean = float(x.mean())  # type: ignore[attr-defined]
+
+
+class Latest(Counts):
+    """Reads the attribute of a function when other microbatches have run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the shape of x."""
+        latest(x)
+        y = self.last(self.first(x))
+        y.sum().item()
+        return y - latest.mean  # type: ignore[no-any-return,attr-defined]
+
+
 def shared(pp: int, how: str) -> Any:
     """Returns losses, and the parameters after some steps, of code that keeps something."""
     smp.init({"partitions": pp, "microbatches": 4, "active_microbatches": 3, **BY_HAND})
@@ -58,6 +74,8 @@ def shared(pp: int, how: str) -> Any:
     module: nn.Module = nn.Sequential(first, last)
     if how == "buffer":
         module = Counts(first, last)
+    elif how == "function":
+        module = Latest(first, last)
     elif how == "buffer elsewhere":  # its code waits for rank 0
         module = nn.Sequential(counts := Counts(nn.Linear(4, 4), first), last)
     model = smp.DistributedModel(module)
@@ -95,7 +113,9 @@ def shared(pp: int, how: str) -> Any:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("how", ["criterion", "variable", "count", "buffer", "buffer elsewhere"])
+@pytest.mark.parametrize(
+    "how", ["criterion", "variable", "function", "count", "buffer", "buffer elsewhere"]
+)
 def test_what_the_next_microbatch_reads_is_as_in_one_process(how: str) -> None:
     (expected,) = check_ranks(shared, "1", 1, how)
     for found in check_ranks(shared, "2", 2, how):

@@ -43,9 +43,9 @@ def references(value: Any) -> Iterator[tuple[str, Any]]:
 
     These are: of a module, its attributes, with its parameters and modules, not its buffers, and
     its class; of a class of modules, its forward method and the methods that this calls; of a
-    function, its default arguments and the variables outside it that its code uses; of a container,
-    its entries; of a class, or of an object, of the user's code, its attributes. Of Python's own
-    objects and those of torch, nothing.
+    function, its default arguments, its attributes and the variables outside it that its code uses;
+    of a container, its entries; of a class, or of an object, of the user's code, its attributes. Of
+    Python's own objects and those of torch, nothing.
 
     Args:
         value: any object.
@@ -154,6 +154,7 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         (f"default {number}", one) for number, one in enumerate(function.__defaults__ or ())
     )
     yield from (function.__kwdefaults__ or {}).items()
+    yield from vars(function).items()
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[str, Any]]:

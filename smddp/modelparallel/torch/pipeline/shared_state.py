@@ -321,6 +321,8 @@ def _content(value: Any) -> dict[Any, Any]:
     if isinstance(value, nn.Module):
         own = {name: _state(one) for name, one in vars(value).items() if name not in OF_TORCH}
         return {**own, **value._modules}
+    if isinstance(value, types.FunctionType):
+        return {name: _state(one) for name, one in vars(value).items()}
     if isinstance(value, contextvars.ContextVar):
         return {"": _state(value.get(None))}
     if isinstance(value, Variable):
