@@ -158,7 +158,7 @@ def test_in_a_clone_that_is_not_installed_import_smddp_registers(tmp_path: Path)
 
 # Runs each line of smddp that `import torch` runs, except for definitions, as one that fails.
 _FAIL = """
-    import collections, linecache, os, sys, warnings
+    import linecache, os, sys, warnings
     import torch
     import torch.distributed as dist
 
@@ -168,7 +168,7 @@ _FAIL = """
     definitions = [package + "__init__.py", package + "_autoload.py"]
     helper = dist.distributed_c10d._new_process_group_helper
     kept = dist.init_process_group, sys.excepthook
-    lines = collections.Counter()
+    files = []  # that of each step
 
 
     def load(failing, action):
@@ -183,7 +183,8 @@ _FAIL = """
             is_try = linecache.getline(file, line).strip() == "try:"
             if event == "line" and not is_definition and not is_try:
                 count += 1
-                lines[os.path.basename(file)] += 1
+                if failing is None:
+                    files.append(os.path.basename(file))
                 if count == failing:
                     raise RuntimeError("seeded")
             return trace
@@ -209,10 +210,13 @@ _FAIL = """
 
 
     steps = load(None, "error")
-    assert set(lines) == {{"__init__.py", "_autoload.py", "_registration.py", "environment.py",
-                           "slurm.py"}}, lines
-    assert steps > 100, lines
+    names = "_torch_internals.py"
+    assert set(files) == {{"__init__.py", "_autoload.py", "_registration.py", "environment.py",
+                           "slurm.py", names}}, set(files)
+    assert steps > 100, steps
     for failing in range(1, steps + 1):
+        if files[failing - 1] == names and failing % 50:
+            continue  # there are hundreds of names, each found in the same way
         load(failing, "always")
         load(failing, "error")
     del os.environ["SMDDP_INSTEAD_OF"]
