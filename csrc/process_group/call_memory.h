@@ -5,8 +5,8 @@
 //   holder                     holds it
 //   Work                       until it is dropped: by the caller, and by the queue of futures (call_order.h), if
 //                              somebody has asked for its future. A Work of coalesced calls holds their Works
-//   operations of the engine   until they have ended (Request::keepAlive). The thread that ended one drops it, when it
-//                              does not own the engine
+//   operations of the engine   until they have ended (Request::keepAlive). The thread that ended one drops it. It does
+//                              so when it does not own the engine
 //   the engine's group         after a failure, until no rank and no network can reach the memory of the group
 //   DeviceTurns                until the call has ended on the device
 //   DeviceCopies               until nothing more is enqueued for the call

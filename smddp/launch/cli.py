@@ -386,10 +386,11 @@ def _report_of(error: ChildFailedError) -> str:
     seem to be first. A signal comes before errors of the same moment, and SIGTERM after all.
     """
     failures = error.failures.values()
-    first = min(failure.timestamp for failure in failures)
+    times = [failure.timestamp for failure in failures]
+    first, last = min(times), max(times)
     for failure in failures:
         if failure.exitcode == -signal.SIGTERM:
-            failure.timestamp = max(one.timestamp for one in failures) + 1
+            failure.timestamp = last + 1
         elif failure.exitcode < 0 and failure.timestamp <= first + _MOMENT:
             failure.timestamp = first - 1
     text: str = error.format_msg()  # type: ignore[no-untyped-call]

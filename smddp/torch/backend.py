@@ -30,7 +30,7 @@ from smddp.torch._split import check_lists_of_split_group
 if TYPE_CHECKING:
     from smddp.torch._C import ProcessGroup
 
-__all__ = ["GroupOptions", "backend_of", "create_process_group", "shown_name"]
+__all__ = ["GroupOptions", "backend_of", "create_process_group"]
 
 
 def backend_of(group: dist.ProcessGroup, kind: str) -> Any:
@@ -82,7 +82,7 @@ class GroupOptions:
                 )
 
 
-def shown_name(name: str) -> str:
+def _shown_name(name: str) -> str:
     """Returns the name of a group for messages, logs and metrics.
 
     Where ranks make a group alone, torch's name is a hash of 40 digits. The first ten of them tell
@@ -98,7 +98,7 @@ def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
 
     module = _load.load()
     store, rank, size = options.store, options.group_rank, options.group_size
-    name = shown_name(str(options.group_id))
+    name = _shown_name(str(options.group_id))
     members = [int(member) for member in options.global_ranks_in_group or []]
     try:
         complete_environment(rank, size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from smddp.modelparallel.core.errors import (
     SMPError,
@@ -28,7 +28,6 @@ __all__ = [
     "as_error",
     "choose",
     "describe",
-    "raise_as_error",
     "summary",
 ]
 
@@ -147,11 +146,6 @@ def _order(failure: Failure) -> tuple[Any, ...]:
     of_job = failure.elsewhere.rank if failure.elsewhere is not None else -1
     before = failure.microbatch < 0
     return of_job >= 0, before, failure.microbatch, failure.rank, of_job, failure.text
-
-
-def raise_as_error(failure: Failure, where: str, cause: BaseException | None) -> NoReturn:
-    """Raises `as_error`; see there for its arguments."""
-    raise as_error(failure, where, cause)
 
 
 def as_error(failure: Failure, where: str, cause: BaseException | None) -> SMPError:

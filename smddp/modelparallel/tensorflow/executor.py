@@ -22,7 +22,7 @@ from tensorflow.python.eager import record
 import smddp.numpy
 from smddp.modelparallel.core.baton import Baton, Priority, Task, Ticket
 from smddp.modelparallel.core.errors import SMPError, SMPPartitionError, SMPPeerError, SMPUsageError
-from smddp.modelparallel.core.failure import Failure, describe, raise_as_error
+from smddp.modelparallel.core.failure import Failure, as_error, describe
 from smddp.modelparallel.core.progress import Progress
 from smddp.modelparallel.tensorflow import layers
 from smddp.modelparallel.tensorflow.channel import Channel, Kind, Message
@@ -267,7 +267,7 @@ class Executor:
             self._reset()
         if failure is not None:
             where = f"rank {failure.rank} of the pipeline"
-            raise_as_error(failure, where, cause)
+            raise as_error(failure, where, cause)
         try:
             self._channel.flush()
         except (TimeoutError, smddp.numpy.Error) as error:

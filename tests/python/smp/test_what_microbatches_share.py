@@ -165,18 +165,23 @@ class Root(nn.Module):
         return self.part(self.first(x)) + self.aux  # type: ignore[no-any-return]
 
 
+def said_in_three_steps(model: Any, part: str) -> list[str]:
+    """Returns the warnings of three steps that have this text in them."""
+    step = smp.step(lambda model, x: model.backward(model(x).sum()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            step(model, torch.randn(4, 4))
+    return [str(one.message) for one in caught if part in str(one.message)]
+
+
 def set_elsewhere(how: str) -> list[str]:
     """Returns the warnings of a model in which one rank sets what another one reads."""
     smp.init({"partitions": 2, "microbatches": 2, **BY_HAND})
     module = Root(how)
     model = smp.DistributedModel(module)
     smp.set_partition(module.part, 1)
-    step = smp.step(lambda model, x: model.backward(model(x).sum()))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            step(model, torch.randn(4, 4))
-    return [str(one.message) for one in caught if "does not see the change" in str(one.message)]
+    return said_in_three_steps(model, "does not see the change")
 
 
 SETS = {
@@ -260,12 +265,7 @@ def marks(how: str) -> list[str]:
         first.requires_grad_(False)
     model = smp.DistributedModel(nn.Sequential(first, last))
     smp.set_partition(last, 1)
-    step = smp.step(lambda model, x: model.backward(model(x).sum()))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            step(model, torch.randn(4, 4))
-    return [str(one.message) for one in caught if "among its arguments" in str(one.message)]
+    return said_in_three_steps(model, "among its arguments")
 
 
 @pytest.mark.parametrize("how", ["hook", "retain_grad", "requires_grad_", "nothing"])

@@ -180,6 +180,8 @@ class Modules:
         forwarding: may values go directly from owner to owner? (`direct_forwarding`)
         predicts_structures: may callers go on before a result has come, if they know its structure?
             Not in the second attempt of a step.
+        is_watched: is this step watched for what code changes, or was the last one? See
+            shared_state.py.
         in_order: do the microbatches of this step run one after the other?
         training_flags: one byte per module, 1 for train and 0 for eval, as all ranks have set it at
             the beginning of this step; None before the first one.
@@ -236,7 +238,7 @@ class Modules:
         self._in_place: dict[int, set[str]] = {}
         self._lost: set[tuple[int, str]] = set()
         self._said: set[str] = set()  # warnings that are given once
-        self._is_watched = False  # this step, or the last one
+        self.is_watched = False
         self._warned: set[int] = set()  # ids of parameters outside the model
         # By number of a module here that has buffers: which task has called it last.
         self._called_last: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -340,7 +342,7 @@ class Modules:
             if returns is not None and self._changes[key] < _MAX_CHANGES:
                 self._with_structure[key] = KnownCall(key[0], key[1], key[2], returns, key[5])
         self._learned.clear()
-        if self._is_watched:
+        if self.is_watched:
             # What was set once only, such as a table, is not sent each time.
             for number, times in self._times_set.items():
                 self._often[number] = {name for name in times if times[name] > 1}
@@ -359,7 +361,7 @@ class Modules:
             body: of the step, if there are several partitions; None with one.
         """
         # The second attempt of a first step is still the first that ends.
-        self._is_watched = looks = looks or (again and self._is_watched)
+        self.is_watched = looks = looks or (again and self.is_watched)
         if again:
             for before in self._kept.values():
                 before.restore()
@@ -388,7 +390,7 @@ class Modules:
             number: of the module that is called. The attributes may be of modules inside it.
             method: see `Call.method`.
         """
-        looks = self._is_watched
+        looks = self.is_watched
         if not (looks or self.setters) or method.startswith(_READS) or method == DIFFERENTIATE:
             return {}
         if self.shared is not None:
@@ -429,7 +431,7 @@ class Modules:
             if one.changed:
                 times = self._times_set.setdefault(number, collections.Counter())
                 times.update(one.changed)
-                names = [n for n in one.changed if times[n] > 1 or self._is_watched]
+                names = [n for n in one.changed if times[n] > 1 or self.is_watched]
                 self._often.setdefault(number, set()).update(names)
             if one.in_place:
                 self._in_place.setdefault(number, set()).update(one.in_place)
@@ -454,7 +456,7 @@ class Modules:
             arguments: of the call.
             caller: the rank.
         """
-        marked = arguments.marked() if self._is_watched else None
+        marked = arguments.marked() if self.is_watched else None
         if marked is None or (number, marked) in self._lost:
             return
         self._lost.add((number, marked))
@@ -501,7 +503,7 @@ class Modules:
         frame = self._frame()
         if self.shared is not None and frame is not None and not frame.path:
             self.shared.look(frame.microbatch, waits=True)
-        if not self._is_watched:
+        if not self.is_watched:
             return
         todo = [
             root.node if isinstance(root, GradientEdge) else root.grad_fn
@@ -863,7 +865,7 @@ class Modules:
         reads = method.startswith(_READS)
         if not reads:
             # To look at all parts in every call would take as long as a small message.
-            self.check_training(self._numbers_inside(number) if self._is_watched else (number,))
+            self.check_training(self._numbers_inside(number) if self.is_watched else (number,))
             self._check_hooks(number)
             if frame.replays:
                 raise OwnersHookError

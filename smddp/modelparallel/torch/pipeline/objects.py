@@ -132,13 +132,17 @@ class Arguments:
         if may_change:
             self._values = ObjectValues(who, [args, tuple(kwargs.values())])
 
-    def watch(self) -> None:
+    def watch(self, marks: bool) -> None:
         """Prepares to tell which tensors a call changes, and which objects of unknown kinds.
 
         Only at the owner: the caller's tensors may be lazy.
+
+        Args:
+            marks: shall `marked` be called, too?
         """
         self._versions = [version_of(tensor) for tensor in self.tensors]
-        self._require_grad = [tensor.requires_grad for tensor in self.tensors]
+        if marks:
+            self._require_grad = [tensor.requires_grad for tensor in self.tensors]
         if self._values is not None:
             self._unknown = [_content(value) for value in self._values.unknown]
 

@@ -417,7 +417,7 @@ class Server:
             args, kwargs = graph.builders[index](parts, objects)
             frame.name = name = modules.names[call.module]
             before = Arguments(f"module {name!r}", args, kwargs, arguments, graph.changeable[index])
-            before.watch()
+            before.watch(modules.is_watched)
             before.attributes = modules.attributes_before(call.module, call.method)
             frame.recorder = recorder = Recorder(call.watched) if call.watched else None
             if call.method == DIFFERENTIATE:
