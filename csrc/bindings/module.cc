@@ -70,16 +70,22 @@ void bindProcessGroup(py::module& m) {
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        std::chrono::milliseconds timeout, const std::string& name,
                        const std::string& algorithm, const std::string& wire,
-                       const std::vector<int>& ranksOfWorld) {
+                       const std::vector<int>& ranksOfWorld, bool waitsForMembers) {
              const py::gil_scoped_release release;
              return c10::make_intrusive<ProcessGroup>(
-                 ProcessGroup::Creation{
-                     store, rank, size, timeout, name, {algorithm, wire}, ranksOfWorld},
+                 ProcessGroup::Creation{store,
+                                        rank,
+                                        size,
+                                        timeout,
+                                        name,
+                                        {algorithm, wire},
+                                        ranksOfWorld,
+                                        waitsForMembers},
                  std::make_unique<smddp::process_group::device::Calls>());
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
            py::arg("algorithm") = "", py::arg("wire") = "",
-           py::arg("ranks_of_world") = std::vector<int>{})
+           py::arg("ranks_of_world") = std::vector<int>{}, py::arg("waits_for_members") = false)
       .def("describe", &ProcessGroup::describe, Release())
       .def("abort_because", &ProcessGroup::abortBecause, py::arg("reason"), Release())
       // If a device is bound, new_group() calls this on ranks that are not in the new group.

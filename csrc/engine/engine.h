@@ -12,6 +12,7 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -110,6 +111,10 @@ class Engine {
   // True in a child of fork() whose parent had left all groups: the child may make an engine of its own. It must keep
   // this one.
   bool isReplaceableInChild() const;
+  // Takes what other processes have sent to a number that is no group. Call it on the engine's owner.
+  std::deque<groups::GroupRegistry::EarlyMessage> takeMessages(uint64_t number) {
+    return groups_.takeEarly(number);
+  }
   // Runs actions on the owner that are not calls of a group.
   progress::Progress& progress() { return progress_; }
   // Throws as requireUsable(). Call it on the engine's owner: shutdown() ends the process there.

@@ -84,7 +84,7 @@ void Mailbox::waitForStreams() {
     // Receives of a stream end in order.
     receives.push_back(stream.receives.back());
   }
-  group_->engine_->waitForAny(*group_->group_, receives, interrupted_, kPollTime);
+  group_->engine_->waitForAny(*group_->members()->group, receives, interrupted_, kPollTime);
 }
 
 void Mailbox::withdraw() {
@@ -193,7 +193,7 @@ void Mailbox::flush() {
   // A send that has failed is done, too. The stream from that peer reports the failure.
   translated([&] {
     for (const Sending& one : sending) {
-      for (const auto& completion : one) group_->engine_->wait(*group_->group_, *completion);
+      for (const auto& completion : one) group_->engine_->wait(*group_->members()->group, *completion);
     }
   });
 }

@@ -101,25 +101,22 @@ ProcessGroup::ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls
       store_(creation.store),
       timeoutMs_(creation.timeout.count()),
       globalRanks_(creation.ranksOfWorld),
-      devices_(std::move(devices)) {
+      devices_(std::move(devices)),
+      spec_{creation.name, creation.rank, creation.size, creation.options, jobRanksOf(creation)},
+      isDefault_(isWorld(creation)) {
   if (globalRanks_.empty()) {
     globalRanks_.resize(static_cast<size_t>(creation.size));
     std::iota(globalRanks_.begin(), globalRanks_.end(), 0);
   }
-  StoreAdapter adapter(creation.store, effectiveTimeout(creation.timeout));
-  translated([&] {
-    group_ = engine_->createGroup(
-        adapter,
-        {creation.name, creation.rank, creation.size, creation.options, jobRanksOf(creation)},
-        effectiveTimeout(creation.timeout), knownMembersOf(creation));
-    engine::chooseWire(*engine_, group_, effectiveTimeout(creation.timeout));
-  });
-  calls_.emplace(engine_, group_);
-  if (isWorld(creation)) {
-    const std::lock_guard lock(worldSlot().mutex);
-    worldSlot().group = group_;
+  if (!creation.waitsForMembers) {
+    const Nanoseconds timeout = effectiveTimeout(creation.timeout);
+    StoreAdapter adapter(creation.store, timeout);
+    setMembers(translated([&] {
+      auto group = engine_->createGroup(adapter, spec_, timeout, knownMembersOf(creation));
+      engine::chooseWire(*engine_, group, timeout);
+      return group;
+    }));
   }
-  devices_->attach(engine_, group_);
   init();
 }
 
@@ -127,12 +124,20 @@ ProcessGroup::ProcessGroup(std::shared_ptr<engine::groups::Group> group,
                            std::chrono::milliseconds timeout, std::unique_ptr<DeviceCalls> devices)
     : Backend(group->spec.me, group->spec.size),
       engine_(sharedEngine()),
-      group_(std::move(group)),
       timeoutMs_(timeout.count()),
-      devices_(std::move(devices)) {
-  calls_.emplace(engine_, group_);
-  devices_->attach(engine_, group_);
+      devices_(std::move(devices)),
+      spec_(group->spec) {
+  setMembers(std::move(group));
   init();
+}
+
+void ProcessGroup::setMembers(std::shared_ptr<engine::groups::Group> group) {
+  if (isDefault_) {
+    const std::lock_guard lock(worldSlot().mutex);
+    worldSlot().group = group;
+  }
+  devices_->attach(engine_, group);
+  members_.store(std::make_shared<Members>(engine_, std::move(group)));
 }
 
 ProcessGroup::~ProcessGroup() {
@@ -148,13 +153,19 @@ intrusive_ptr<c10d::Backend::Options> ProcessGroup::getBackendOptions() {
                                                      std::chrono::milliseconds(timeoutMs_.load()));
 }
 
+uint64_t ProcessGroup::getSequenceNumberForGroup() {
+  const auto now = members();
+  return now ? now->calls.script()->sequence.load() : 0;
+}
+
 void ProcessGroup::setTimeout(std::chrono::milliseconds timeout) { timeoutMs_ = timeout.count(); }
 
 c10d::ErrorType ProcessGroup::getError() {
-  if (hasLeft_) return c10d::ErrorType::SUCCESS;
+  const auto now = members();
+  if (hasLeft_ || !now) return c10d::ErrorType::SUCCESS;
   std::optional<Error> error;
   engine_->progress().call([&] {
-    if (const Error* found = group_->errorOfNextOperation()) error = *found;
+    if (const Error* found = now->group->errorOfNextOperation()) error = *found;
   });
   if (!error) return c10d::ErrorType::SUCCESS;
   return error->kind() == ErrorKind::Timeout    ? c10d::ErrorType::TIMEOUT
@@ -163,12 +174,14 @@ c10d::ErrorType ProcessGroup::getError() {
 }
 
 void ProcessGroup::abortBecause(const std::string& reason) {
-  if (hasLeft_) return;
-  const auto text = fmt::format("rank {} called abort(){}{}", group_->membership.jobRank(getRank()),
+  const auto now = members();
+  if (hasLeft_ || !now) return;
+  const auto text = fmt::format("rank {} called abort(){}{}", now->group->membership.jobRank(getRank()),
                                 reason.empty() ? "" : ": ", reason);
-  for (const auto& group : calls_->groups()) engine_->fail(*group, Error(ErrorKind::Aborted, text));
+  for (const auto& group : now->calls.groups())
+    engine_->fail(*group, Error(ErrorKind::Aborted, text));
   devices_->close(Error(ErrorKind::Aborted, text));
-  HookThread::ofThisProcess().groupFailed(hooks_, group_->wasInterrupted());
+  HookThread::ofThisProcess().groupFailed(hooks_, now->group->wasInterrupted());
 }
 
 void ProcessGroup::shutdown() {
@@ -179,9 +192,9 @@ void ProcessGroup::shutdown() {
       const std::lock_guard lock(partsMutex_);
       parts.swap(openParts_);
     }
-    const auto groups = calls_->groups();
-    for (const auto& group : groups) {
-      engine_->waitForOpenCalls(*group, group == group_ ? parts : decltype(parts)());
+    const auto now = members();
+    for (const auto& group : now ? now->calls.groups() : decltype(now->calls.groups())()) {
+      engine_->waitForOpenCalls(*group, group == now->group ? parts : decltype(parts)());
     }
   } catch (...) {
     // A signal has ended the wait.
@@ -198,21 +211,39 @@ void ProcessGroup::leave() {
   hasLeft_.store(true);
   coalescing().erase(this);
   devices_->close(Error(ErrorKind::Aborted, "the process group has been destroyed"));
-  for (const auto& group : calls_->groups()) engine_->destroyGroup(group);
+  const auto now = members();
+  if (!now) return;
+  for (const auto& group : now->calls.groups()) engine_->destroyGroup(group);
 }
 
-std::shared_ptr<engine::groups::Group> ProcessGroup::group() const {
+void ProcessGroup::requireOpen() const {
   if (isEnding_) {
     throw std::invalid_argument("smddp: this process group has been destroyed");
   }
-  return group_;
+}
+
+std::shared_ptr<ProcessGroup::Members> ProcessGroup::requireMembers() const {
+  auto now = members();
+  if (!now) {
+    throw std::invalid_argument(
+        "smddp: this process group has no members yet (enable_reconfigure=True): call "
+        "reconfigure() on each of them first");
+  }
+  return now;
+}
+
+std::shared_ptr<engine::groups::Group> ProcessGroup::group() const {
+  requireOpen();
+  return requireMembers()->group;
 }
 
 std::shared_ptr<CallOrder> ProcessGroup::order() {
-  const auto parent = group();
+  requireOpen();
+  const auto now = requireMembers();
+  const auto& parent = now->group;
   // Without a store the ranks have no place to meet. Then callbacks must not make calls that the script makes, too.
-  if (!store_) return calls_->script();
-  return calls_->current([&](const std::string& name) {
+  if (!store_) return now->calls.script();
+  return now->calls.current([&](const std::string& name) {
     engine::groups::GroupSpec spec = parent->spec;
     spec.name = name;
     spec.ofCallbacks = true;
@@ -313,7 +344,7 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::span<Request> req
                                          std::span<engine::calls::Message> messages) {
   // Calls on a device begin when it has filled their buffers, and in one order.
   const bool isDeferred = call.staging.device() || devices_->busy();
-  if (!requests.empty() && !call.order) call.order = isDeferred ? calls_->script() : order();
+  if (!requests.empty() && !call.order) call.order = isDeferred ? requireMembers()->calls.script() : order();
   if (!requests.empty() && call.sequence == 0) call.sequence = ++call.order->sequence;
   // Asks for a profiler first: torch's macro takes longer than a small call before it does.
   if (!at::hasCallbacks()) {
@@ -406,14 +437,68 @@ void ProcessGroup::noteCoalesced(const intrusive_ptr<Work>& work) {
 #ifdef C10D_BACKEND_HAS_HOOKS
 void ProcessGroup::registerAbortHook(int64_t id, c10d::AbortHook hook) {
   hooks_->abort.add(id, std::move(hook));
-  std::call_once(abortHooksAwaitBreak_, [this] {
-    translated([&] {
-      engine_->onBreak(*group_, [hooks = hooks_, weak = std::weak_ptr(group_)](const Error&) {
-        const auto group = weak.lock();
-        HookThread::ofThisProcess().groupFailed(hooks, group && group->wasInterrupted());
-      });
+  if (hasAbortHooks_.exchange(true)) return;
+  if (const auto now = members()) watchForBreak(*now);
+}
+
+void ProcessGroup::watchForBreak(const Members& of) {
+  translated([&] {
+    engine_->onBreak(*of.group, [hooks = hooks_, weak = std::weak_ptr(of.group)](const Error&) {
+      const auto group = weak.lock();
+      HookThread::ofThisProcess().groupFailed(hooks, group && group->wasInterrupted());
     });
   });
+}
+#endif
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+engine::MeetingPoint& ProcessGroup::meetingPoint() const {
+  if (!meetingPoint_) meetingPoint_.emplace(*engine_);
+  return *meetingPoint_;
+}
+
+c10d::ReconfigureHandle ProcessGroup::get_reconfigure_handle() const {
+  requireOpen();
+  const std::lock_guard lock(meetingMutex_);
+  return translated([&] { return meetingPoint().makeHandle(changes_, getRank()); });
+}
+
+intrusive_ptr<c10d::Work> ProcessGroup::reconfigure(const c10d::ReconfigureOptions& options) {
+  requireOpen();
+  const auto* set = std::get_if<std::unordered_set<c10d::ReconfigureHandle>>(&options.handles);
+  const auto texts = set ? std::vector<std::string>(set->begin(), set->end())
+                         : std::get<std::vector<c10d::ReconfigureHandle>>(options.handles);
+  const Nanoseconds timeout =
+      options.timeout ? nanosecondsOf(*options.timeout) : effectiveTimeout(c10d::kUnsetTimeout);
+  const std::lock_guard lock(meetingMutex_);
+  const auto group = translated([&] {
+    const auto handles = meetingPoint().parseHandles(texts, set != nullptr);
+    auto made = meetingPoint().meet(spec_, handles, options.uuid, timeout);
+    try {
+      engine::chooseWire(*engine_, made, timeout);
+    } catch (...) {
+      engine_->destroyGroup(made);
+      throw;
+    }
+    return made;
+  });
+  ++changes_;
+  const auto before = members();
+  setMembers(group);
+  rank_ = group->spec.me;
+  size_ = group->spec.size;
+  globalRanks_.resize(static_cast<size_t>(size_));
+  std::iota(globalRanks_.begin(), globalRanks_.end(), 0);
+  // Its host may be one of those that are gone.
+  store_ = nullptr;
+  if (isDefault_) setLogRank(rank_);
+#ifdef C10D_BACKEND_HAS_HOOKS
+  if (hasAbortHooks_) watchForBreak(*members());
+#endif
+  if (before) {
+    for (const auto& old : before->calls.groups()) engine_->destroyGroup(old);
+  }
+  return c10::make_intrusive<Work>(rank_, engine_, group,
+                                   Work::Call(c10d::OpType::UNKNOWN, "smddp:reconfigure", {}, {}));
 }
 #endif
 #if SMDDP_TORCH_VERSION_MINOR >= 15
@@ -435,16 +520,19 @@ at::Tensor ProcessGroup::allocateTensor(long size, at::TensorOptions options) {
 
 std::map<std::string, engine::plans::AlgorithmUse> ProcessGroup::statistics() {
   std::map<std::string, engine::plans::AlgorithmUse> result;
-  engine_->progress().call([&] { result = group_->plans.statistics(); });
+  const auto now = members();
+  if (now) engine_->progress().call([&] { result = now->group->plans.statistics(); });
   return result;
 }
 
 std::string ProcessGroup::describe() {
+  const auto now = members();
+  if (!now) return fmt::format("group \"{}\": no members yet", spec_.name);
   std::string text;
   translated([&] {
     engine_->progress().call([&] {
-      text = group_->describe();
-      if (group_->membership.spansNodes()) text += "; " + engine_->process().describeFabric();
+      text = now->group->describe();
+      if (now->group->membership.spansNodes()) text += "; " + engine_->process().describeFabric();
     });
   });
   return text;

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/peer_meeting.h"
 #include "process_group/call_order.h"
 #include "process_group/device_calls.h"
 #include "process_group/residuals.h"
@@ -45,8 +46,10 @@ class ProcessGroup : public c10d::Backend {
     std::string name;
     engine::groups::GroupOptions options;
     std::vector<int> ranksOfWorld;  // its ranks in the default group; empty for the default group
+    bool waitsForMembers = false;   // has none before the first reconfigure()
   };
-  // Meets the other ranks; blocks until all are there or the timeout is over. `devices` serves tensors on a device.
+  // Meets the other ranks, unless it waits for members; blocks until all are there or the timeout is over. `devices`
+  // serves tensors on a device.
   ProcessGroup(const Creation& creation, std::unique_ptr<DeviceCalls> devices);
   // Takes a group of the engine that exists already.
   ProcessGroup(std::shared_ptr<engine::groups::Group> group, std::chrono::milliseconds timeout,
@@ -57,7 +60,7 @@ class ProcessGroup : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override;
   void setTimeout(std::chrono::milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return calls_->script()->sequence; }
+  uint64_t getSequenceNumberForGroup() override;
   c10d::ErrorType getError() override;
   void abort() override { abortBecause({}); }
   // As abort(); the errors of all ranks end with the reason, if there is one.
@@ -133,6 +136,14 @@ class ProcessGroup : public c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  // The members may change (docs/faults.md): this object gets another rank and size, and starts at call 0. What is in
+  // flight ends with Aborted. If it fails, the members stay as they are. No call of the group may be made meanwhile.
+  bool supportsReconfigure() const override { return true; }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override;
+  c10::intrusive_ptr<c10d::Work> reconfigure(const c10d::ReconfigureOptions& options) override;
+#endif
+
 #ifdef C10D_BACKEND_HAS_HOOKS
   void registerAbortHook(int64_t id, c10d::AbortHook hook) override;
   void unregisterAbortHook(int64_t id) override { hooks_->abort.remove(id); }
@@ -150,7 +161,7 @@ class ProcessGroup : public c10d::Backend {
   std::string describe();
 
  protected:
-  // Throws when the group has been destroyed.
+  // Throws when the group has been destroyed, or has no members yet.
   std::shared_ptr<engine::groups::Group> group() const;
   // In which a collective that this thread makes now has its place. Throws as group().
   std::shared_ptr<CallOrder> order();
@@ -172,6 +183,24 @@ class ProcessGroup : public c10d::Backend {
 
  private:
   friend class Mailbox;  // sends messages without a Work
+
+  // Its members, and the orders of their calls. reconfigure() makes another one.
+  struct Members {
+    Members(const std::shared_ptr<engine::Engine>& engine,
+            std::shared_ptr<engine::groups::Group> of)
+        : group(std::move(of)), calls(engine, group) {}
+    const std::shared_ptr<engine::groups::Group> group;
+    CallOrders calls;
+  };
+  // Null: the group has no members yet.
+  std::shared_ptr<Members> members() const { return members_.load(std::memory_order_acquire); }
+  // Throws if there are none, or if the group has been destroyed.
+  std::shared_ptr<Members> requireMembers() const;
+  void requireOpen() const;
+  // From now on calls go to this group of the engine.
+  void setMembers(std::shared_ptr<engine::groups::Group> group);
+  // Abort hooks run when these members' group breaks.
+  void watchForBreak(const Members& members);
 
   engine::calls::Request newRequest(collectives::Collective collective,
                                     std::chrono::milliseconds timeout, bool asyncOp) const;
@@ -217,8 +246,7 @@ class ProcessGroup : public c10d::Backend {
   void noteCoalesced(const c10::intrusive_ptr<Work>& work);
 
   const std::shared_ptr<engine::Engine> engine_;
-  std::shared_ptr<engine::groups::Group> group_;
-  std::optional<CallOrders> calls_;
+  std::atomic<std::shared_ptr<Members>> members_;
   c10::intrusive_ptr<c10d::Store>
       store_;                          // in which the ranks meet for further orders; may be null
   std::atomic<bool> isEnding_{false};  // takes no calls; those in flight may still end
@@ -228,7 +256,15 @@ class ProcessGroup : public c10d::Backend {
   const std::unique_ptr<DeviceCalls> devices_;
   Residuals residuals_;
   const std::shared_ptr<Hooks> hooks_ = std::make_shared<Hooks>();
-  std::once_flag abortHooksAwaitBreak_;
+  std::atomic<bool> hasAbortHooks_{false};  // or has had some
+  const engine::groups::GroupSpec spec_;    // as the group began
+  const bool isDefault_ = false;
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  engine::MeetingPoint& meetingPoint() const;
+  mutable std::mutex meetingMutex_;  // held by reconfigure()
+  mutable std::optional<engine::MeetingPoint> meetingPoint_;  // guarded by meetingMutex_
+  uint32_t changes_ = 0;                                      // guarded by meetingMutex_
+#endif
   std::mutex partsMutex_;
   std::vector<engine::calls::CompletionPtr> openParts_;  // guarded by partsMutex_; see noteOpen()
   std::mutex splitMutex_;                                // not held while split() waits

@@ -113,6 +113,12 @@ def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
             timeout = timedelta(seconds=float(timeout))
         own = _options_of(group_options)
         gpus = _gpu_support()
+        waits_for_members = bool(getattr(options, "enable_reconfigure", False))
+        if waits_for_members and gpus is not None:
+            raise ValueError(
+                f'enable_reconfigure=True: backend "{BACKEND_NAME}" changes the members of groups '
+                "on the CPU only; hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+            )
         _pin_device()
     except BaseException as error:
         # The other ranks would wait for this one. They hear of what is raised further below.
@@ -124,7 +130,7 @@ def create_process_group(options: Any, group_options: Any) -> ProcessGroup:
         raise
     arguments = (store, rank, size, timeout, name, own.algorithm, own.wire, members)
     if gpus is None:
-        group: ProcessGroup = module.ProcessGroup(*arguments)
+        group: ProcessGroup = module.ProcessGroup(*arguments, waits_for_members)
         return group
     return module.GpuProcessGroup(*arguments, *gpus)  # type: ignore[no-any-return]
 

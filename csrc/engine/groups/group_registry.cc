@@ -220,6 +220,7 @@ void GroupRegistry::tell(const process::Peer& to, transport::Bytes message) {
 }
 
 std::deque<GroupRegistry::EarlyMessage> GroupRegistry::takeEarly(uint64_t id) {
+  ownership_.assertOwned();
   const auto first =
       std::stable_partition(early_.begin(), early_.end(),
                             [&](const EarlyMessage& message) { return message.group != id; });

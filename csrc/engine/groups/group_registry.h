@@ -22,6 +22,13 @@ namespace smddp::engine::groups {
 
 class GroupRegistry {
  public:
+  // To a group that this rank has not made yet, or to a meeting.
+  struct EarlyMessage {
+    uint64_t group;
+    process::Peer* from;
+    std::vector<std::byte> bytes;
+    size_t memory() const { return sizeof *this + bytes.size(); }
+  };
   // Receives the process's control messages from now on.
   GroupRegistry(const Ownership& ownership, process::Process& process);
   GroupRegistry(const GroupRegistry&) = delete;
@@ -57,6 +64,8 @@ class GroupRegistry {
     ownership_.assertOwned();
     return active_.empty();
   }
+  // Takes what was sent to a number that is no group of this rank, oldest first.
+  std::deque<EarlyMessage> takeEarly(uint64_t id);
   // This rank could not make the group of this number. Ranks that have made it, and wait for this one, get the error.
   void refuse(uint64_t id, const calls::Break& broken);
   bool isActiveAcrossNodes() const;
@@ -81,18 +90,10 @@ class GroupRegistry {
   void moveLeftoversTo(calls::Leftovers& leftovers);
 
  private:
-  // To a group that this rank has not made yet.
-  struct EarlyMessage {
-    uint64_t group;
-    process::Peer* from;
-    std::vector<std::byte> bytes;
-    size_t memory() const { return sizeof *this + bytes.size(); }
-  };
   void dispatch(process::Peer& from, transport::Bytes message);
   void keepEarly(uint64_t id, process::Peer& from, transport::Bytes message)
       SMDDP_REQUIRES(ownership_);
   static void tell(const process::Peer& to, transport::Bytes message);
-  std::deque<EarlyMessage> takeEarly(uint64_t id) SMDDP_REQUIRES(ownership_);
 
   const Ownership& ownership_;
   process::Process& process_;

@@ -35,8 +35,6 @@ struct Membership {
   std::string name;
   bool ofCallbacks = false;  // GroupSpec
   uint64_t group = 0;        // the id of the group, which no other group of any process has
-  // The place for a number of the members, should a group ever change them. Nothing reads it yet; it is always 0.
-  uint64_t epoch = 0;
   plan::Topology topology;
   std::vector<process::Peer*> peers;  // by rank; null for this rank
   // By rank: the number by which users know it. The ranks of a group that is a part of the job have others there.

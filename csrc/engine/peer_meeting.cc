@@ -1,0 +1,325 @@
+#include "engine/peer_meeting.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <optional>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "bootstrap/locality.h"
+#include "common/interrupt.h"
+#include "common/log.h"
+#include "engine/calls/control_kind.h"
+#include "engine/groups/meeting.h"
+#include "engine/process/capabilities.h"
+
+namespace smddp::engine {
+namespace {
+
+using bootstrap::MeetingNote;
+using groups::GroupRegistry;
+
+// In front of a note in a control message.
+//
+//   byte  0               8               16
+//         | header        | mailbox       | note …
+struct NoteHead {
+  transport::ControlHeader header{.kind = calls::kNote};
+  uint64_t mailbox = 0;
+};
+static_assert(sizeof(NoteHead) == 16);
+
+// The notes of a process that sends for ever do not fill the memory.
+constexpr size_t kMaxNotes = 1 << 16;
+
+}  // namespace
+
+// Every member sends each other one its entry, and when it has joined, that it has. Each sends one note in each round,
+// or instead why it cannot; who gets that gives up, too.
+//
+// Notes of an earlier try may still come: they have another uuid.
+class PeerMeeting final : public groups::Meeting {
+ public:
+  // The arguments outlive the meeting.
+  PeerMeeting(MeetingPoint& point, const groups::GroupSpec& spec,
+              const std::vector<bootstrap::Handle>& members, int64_t uuid, Nanoseconds timeout)
+      : point_(point),
+        engine_(point.engine_),
+        members_(members),
+        uuid_(uuid),
+        me_(static_cast<size_t>(spec.me)),
+        timeout_(timeout),
+        digest_(bootstrap::digestOf(members)),
+        peers_(members.size()),
+        lastUuids_(members.size()) {
+    for (size_t rank = 0; rank < members.size(); ++rank) {
+      introductions_.push_back(members[rank].introduction);
+      introductions_.back().jobRank = static_cast<Rank>(rank);
+    }
+  }
+
+  groups::Members exchange(const bootstrap::Introduction& mine) override {
+    groups::Members members;
+    members.nodeOfRank = meetPeers();
+    send({.round = ++round_, .entry = mine.group});
+    wait();
+    members.introductions = introductions_;
+    for (size_t rank = 0; rank < peers_.size(); ++rank) {
+      members.introductions[rank].group = rank == me_ ? mine.group : notes_.at(rank).entry;
+    }
+    return members;
+  }
+
+  void complete() override {
+    send({.round = ++round_});
+    wait();
+  }
+
+  Error tell(const Error& error) noexcept override {
+    if (std::exchange(othersKnow_, true)) return error;
+    try {
+      if (round_ == 0) meetPeers();
+      const Rank rank = introductions_[me_].jobRank;
+      send({.round = round_,
+            .errorKind = static_cast<uint32_t>(error.kind()),
+            .text = fmt::format("{} cannot take part: {}", bootstrap::describeThisProcess(rank),
+                                error.what())});
+    } catch (const std::exception& failure) {
+      SMDDP_LOG(Debug, "engine", "no other rank hears of \"{}\": {}", error.what(), failure.what());
+    }
+    return error;
+  }
+
+ private:
+  // Connects to the other members. Returns the name of each one's node.
+  std::vector<std::string> meetPeers() {
+    bootstrap::checkAgreement(introductions_);
+    process::Process& process = engine_.process();
+    // Not on the owner: to map memory takes a while.
+    for (const auto& other : introductions_) {
+      std::string why;
+      const auto& mine = introductions_[me_];
+      if (other.nodeName != mine.nodeName || other.processId == mine.processId) continue;
+      if (process.tryMap(other, &why)) continue;
+      raise(ErrorKind::Transport,
+            "{} is on this host, but its memory cannot be reached: {}; give each container a "
+            "SMDDP_NODE_ID of its own",
+            bootstrap::describe(other), why);
+    }
+    const std::vector<bootstrap::ProbeReport> nothingFailed(introductions_.size());
+    const auto locality =
+        bootstrap::decideLocality(introductions_, nothingFailed, static_cast<Rank>(me_));
+    engine_.progress().call([&] {
+      for (size_t rank = 0; rank < peers_.size(); ++rank) {
+        if (rank == me_) continue;
+        const bool sharesNode = locality.nodeOfRank[rank] == locality.nodeOfRank[me_];
+        peers_[rank] = &process.meet(introductions_[rank], sharesNode);
+      }
+      process.setNodeAgreement(locality.agreement);
+    });
+    return locality.nodeOfRank;
+  }
+
+  void send(MeetingNote note) {
+    note.uuid = uuid_;
+    note.digest = digest_;
+    const auto blob = bootstrap::serialise(note);
+    engine_.progress().call([&] {
+      for (size_t rank = 0; rank < peers_.size(); ++rank) {
+        if (peers_[rank] == nullptr || peers_[rank]->lost) continue;
+        NoteHead head;
+        head.mailbox = members_[rank].mailbox;
+        head.header.tailBytes = static_cast<uint32_t>(blob.size());
+        std::vector<std::byte> message(sizeof head + blob.size());
+        std::memcpy(message.data(), &head, sizeof head);
+        std::ranges::copy(blob, message.begin() + sizeof head);
+        peers_[rank]->table->control(peers_[rank]->id, message);
+      }
+    });
+  }
+
+  // Waits until all members have sent their note of this round, and can tell when one another is gone.
+  void wait() {
+    // Usually all come at the same time: from one look to the next little time is lost at first.
+    std::chrono::microseconds pause(50);
+    constexpr std::chrono::microseconds kLongestPause(5000);
+    std::optional<Deadline> deadline;
+    for (;;) {
+      bool isOver = false;
+      engine_.progress().callAndRunContinuations([&] {
+        process::Process& process = engine_.process();
+        if (!deadline) deadline = Deadline::after(process.clock(), timeout_);
+        process.poll();
+        process.peers().check();
+        takeNotes();
+        isOver = missing().empty() && process.peers().unconnectedAmong(introductions_).empty();
+        if (isOver) return;
+        checkPeers(process.peers());
+        if (deadline->passed(process.clock())) raiseMissing(process.peers());
+      });
+      if (isOver) break;
+      checkInterrupt();
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 2, kLongestPause);
+    }
+  }
+
+  // Reads those of this change. Some may be of its next round: their senders have all of this one.
+  void takeNotes() {
+    for (const auto& message : engine_.takeMessages(point_.mailbox_)) {
+      if (message.bytes.size() < sizeof(NoteHead) || point_.notes_.size() >= kMaxNotes) continue;
+      const auto blob = std::span(message.bytes).subspan(sizeof(NoteHead));
+      point_.notes_.push_back({message.from, bootstrap::parseNote(blob)});
+    }
+    std::erase_if(point_.notes_, [this](const auto& note) {
+      return note.note.uuid != uuid_ && point_.usedUuids_.contains(note.note.uuid);
+    });
+    std::deque<MeetingPoint::Note> later;
+    for (auto& [from, note] : std::exchange(point_.notes_, {})) {
+      const auto found = std::ranges::find(peers_, from);
+      const auto rank = static_cast<size_t>(found - peers_.begin());
+      if (found != peers_.end()) lastUuids_[rank] = note.uuid;
+      if (found == peers_.end() || note.uuid != uuid_) {
+        later.push_back({from, std::move(note)});
+      } else {
+        read(rank, std::move(note));
+      }
+    }
+    point_.notes_ = std::move(later);
+  }
+
+  void read(size_t rank, MeetingNote note) {
+    if (note.digest != digest_) {
+      raise(ErrorKind::Mismatch,
+            "{} and {} change the members to different ones under the uuid {}: all ranks have to "
+            "pass the same handles, and if they pass a list, in the same order",
+            bootstrap::describe(introductions_[me_]), bootstrap::describe(introductions_[rank]),
+            uuid_);
+    }
+    if (!note.text.empty()) {
+      othersKnow_ = true;
+      throw Error(calls::errorKindOf(note.errorKind), note.text);
+    }
+    // The entry came in round 1.
+    if (note.round > 1) note.entry = std::move(notes_[rank].entry);
+    notes_[rank] = std::move(note);
+  }
+
+  std::vector<size_t> missing() const {
+    std::vector<size_t> ranks;
+    for (size_t rank = 0; rank < peers_.size(); ++rank) {
+      const auto note = notes_.find(rank);
+      if (rank != me_ && (note == notes_.end() || note->second.round < round_)) {
+        ranks.push_back(rank);
+      }
+    }
+    return ranks;
+  }
+
+  void checkPeers(const process::Peers& known) const {
+    for (const size_t rank : missing()) {
+      if (!peers_[rank]->lost) continue;
+      raise(ErrorKind::PeerLost, "{} is lost: {}; leave its handle out",
+            bootstrap::describe(introductions_[rank]), *peers_[rank]->lost);
+    }
+    if (const auto unreached = known.unreachedAmong(introductions_)) {
+      raise(ErrorKind::PeerLost, "{} has no connection to {}: {}",
+            bootstrap::describe(introductions_[me_]),
+            bootstrap::describe(introductions_[unreached->rank]), unreached->cause);
+    }
+  }
+
+  [[noreturn]] void raiseMissing(const process::Peers& known) const {
+    std::vector<Rank> without, withOther;
+    for (const size_t rank : missing()) {
+      const auto& last = lastUuids_[rank];
+      (last && *last != uuid_ ? withOther : without).push_back(static_cast<Rank>(rank));
+    }
+    std::string text;
+    if (!without.empty()) text = bootstrap::listRanks(without) + " did not come";
+    if (!withOther.empty()) {
+      const auto rank = static_cast<size_t>(withOther.front());
+      text += fmt::format("{}{} came with another uuid ({})", text.empty() ? "" : ", ",
+                          bootstrap::listRanks(withOther), *lastUuids_[rank]);
+    }
+    if (text.empty()) {
+      text = "no connection to " + bootstrap::listRanks(known.unconnectedAmong(introductions_));
+    }
+    raise(ErrorKind::Timeout,
+          "{} waited {:.1f} s for the ranks of the change {}: {}; the ranks are those of the "
+          "handles",
+          bootstrap::describe(introductions_[me_]), static_cast<double>(timeout_) * 1e-9,
+          uuid_, text);
+  }
+
+  MeetingPoint& point_;
+  Engine& engine_;
+  const std::vector<bootstrap::Handle>& members_;
+  const int64_t uuid_;
+  const size_t me_;
+  const Nanoseconds timeout_;
+  const uint64_t digest_;
+  std::vector<bootstrap::Introduction> introductions_;  // without entries
+  std::vector<process::Peer*> peers_;  // by rank; null for this one, and before it is met
+  std::vector<std::optional<int64_t>> lastUuids_;  // of their last notes
+  std::map<size_t, MeetingNote> notes_;            // by rank: the last one
+  uint32_t round_ = 0;
+  bool othersKnow_ = false;  // that this rank has failed
+};
+
+MeetingPoint::MeetingPoint(Engine& engine) : engine_(engine), mailbox_([&] {
+  uint64_t number = 0;
+  engine.progress().call([&] { number = engine.process().newGroupId(); });
+  return number;
+}()) {}
+
+std::string MeetingPoint::makeHandle(uint32_t changes, Rank rank) const {
+  const std::string host = process::addressForPeers(engine_.settings);
+  bootstrap::Handle handle{{}, mailbox_, changes, rank};
+  engine_.progress().call([&] {
+    engine_.process().openFabric(1, host);
+    handle.introduction = engine_.process().introduce({});
+  });
+  return bootstrap::textOf(handle, Seal(engine_.settings.jobToken.text));
+}
+
+std::vector<bootstrap::Handle> MeetingPoint::parseHandles(const std::vector<std::string>& texts,
+                                                          bool isSet) const {
+  const Seal seal(engine_.settings.jobToken.text);
+  std::vector<bootstrap::Handle> handles;
+  std::set<uint64_t> mailboxes;
+  for (const std::string& text : texts) {
+    handles.push_back(bootstrap::parseHandle(text, seal));
+    if (!mailboxes.insert(handles.back().mailbox).second) {
+      raise(ErrorKind::Usage, "the handle of {} is there twice",
+            bootstrap::describe(handles.back().introduction));
+    }
+  }
+  if (!mailboxes.contains(mailbox_)) {
+    raise(ErrorKind::Usage,
+          "none of the {} handles is that of this rank; only members of the new group call "
+          "reconfigure()",
+          texts.size());
+  }
+  if (isSet) bootstrap::sortHandles(handles);
+  return handles;
+}
+
+std::shared_ptr<groups::Group> MeetingPoint::meet(groups::GroupSpec spec,
+                                                  const std::vector<bootstrap::Handle>& members,
+                                                  int64_t uuid, Nanoseconds timeout) {
+  if (!usedUuids_.insert(uuid).second) {
+    raise(ErrorKind::Usage, "uuid {} was already used for a change of the members; pass a new one",
+          uuid);
+  }
+  const auto isMine = [&](const auto& member) { return member.mailbox == mailbox_; };
+  spec.me = static_cast<Rank>(std::ranges::find_if(members, isMine) - members.begin());
+  spec.size = static_cast<int>(members.size());
+  spec.jobRanks.clear();
+  PeerMeeting meeting(*this, spec, members, uuid, timeout);
+  return engine_.createGroup(spec, meeting);
+}
+
+}  // namespace smddp::engine
