@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from smddp._torch_internals import check_modules, until_undone
 from smddp.modelparallel.core.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.torch.common.example import Example
+from smddp.modelparallel.torch.common.placeholder import force
 from smddp.modelparallel.torch.common.structure import map_tensors
 from smddp.modelparallel.torch.data_parallel.reducer import DataParallel, Ranks
 from smddp.modelparallel.torch.delayed.life import is_delayed
@@ -25,7 +26,6 @@ from smddp.modelparallel.torch.model.runtime import ModelRuntime
 from smddp.modelparallel.torch.model.same_batch import seed_of_batch
 from smddp.modelparallel.torch.optimizer.clipping import clip_grad_norm, patch_clipping
 from smddp.modelparallel.torch.optimizer.half import to_float, to_half
-from smddp.modelparallel.torch.pipeline.lazy import force
 from smddp.modelparallel.torch.pipeline.microbatch import divided_arguments
 from smddp.modelparallel.torch.pipeline.randomness import draw_seed, seeded
 from smddp.modelparallel.torch.pipeline.remote_tensor import RemoteTensor, retype

@@ -15,7 +15,7 @@ from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.torch.common.lost import smp_errors
 from smddp.modelparallel.torch.job.state import state
 from smddp.modelparallel.torch.optimizer import watch
-from smddp.modelparallel.torch.sharding.shard import Shard
+from smddp.modelparallel.torch.sharding.shard import ParameterShard
 from smddp.modelparallel.torch.tensor.division import division_of
 
 __all__ = ["clip_grad_norm", "global_norm", "largest", "patch_clipping", "whole_norm"]
@@ -48,7 +48,7 @@ def whole_norm(tensor: torch.Tensor, like: torch.Tensor, norm_type: float = 2.0)
 
 def _groups_of(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     """Returns the groups whose ranks have different parts of a parameter, one after the other."""
-    groups = [parameter.group] if isinstance(parameter, Shard) else []
+    groups = [parameter.group] if isinstance(parameter, ParameterShard) else []
     if division_of(parameter) is not None:
         groups.append(state.groups.of_steps("tp"))
     return tuple(groups)
@@ -213,7 +213,7 @@ def _used(given: Sequence[torch.Tensor], norm: bool = False) -> list[Any] | None
     if masters is not None and masters.half:
         own |= {id(master) for master in masters.masters()}
     # A rank may have none of the parameters that others have, and still has to take part.
-    if given and not any(isinstance(one, Shard) or id(one) in own for one in given):
+    if given and not any(isinstance(one, ParameterShard) or id(one) in own for one in given):
         if norm:
             _note_norm()
         return None

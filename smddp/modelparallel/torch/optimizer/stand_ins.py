@@ -22,7 +22,7 @@ from smddp.modelparallel.torch.optimizer.flat_groups import FlatGroups, Original
 from smddp.modelparallel.torch.optimizer.half import HALF
 from smddp.modelparallel.torch.optimizer.loss_scale import LossScaler
 from smddp.modelparallel.torch.partition.placement import Placement
-from smddp.modelparallel.torch.sharding.shard import Shard, ShardedParameter
+from smddp.modelparallel.torch.sharding.shard import ParameterShard, ShardedParameter
 from smddp.modelparallel.torch.sharding.sharding import Sharding
 from smddp.modelparallel.torch.tensor.division import copy_division
 
@@ -165,7 +165,7 @@ class StandIns:
                 stand_in = nn.Parameter(value, local.requires_grad)
                 copy_division(parameter, stand_in)
             else:
-                stand_in = Shard.of(value, local, entry.shard.group)
+                stand_in = ParameterShard.of(value, local, entry.shard.group)
         return _Row(parameter, local, stand_in, entry), stand_in
 
     def copy_from_parameters(self) -> None:

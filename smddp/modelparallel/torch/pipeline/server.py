@@ -20,10 +20,10 @@ from smddp.modelparallel.core.baton import Priority, Task
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.failure import StructureChangedError
 from smddp.modelparallel.core.order import TaskName
+from smddp.modelparallel.torch.common.placeholder import force
 from smddp.modelparallel.torch.pipeline.calls import CallerSide, leaf_like, run_backward
 from smddp.modelparallel.torch.pipeline.frame import Frame
 from smddp.modelparallel.torch.pipeline.hooks import Recorder
-from smddp.modelparallel.torch.pipeline.lazy import force
 from smddp.modelparallel.torch.pipeline.modules import Modules
 from smddp.modelparallel.torch.pipeline.objects import Arguments, Reply, flatten_reply, opened
 from smddp.modelparallel.torch.pipeline.protocol import (

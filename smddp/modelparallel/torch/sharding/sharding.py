@@ -31,7 +31,7 @@ from smddp.modelparallel.torch.pipeline.modules import Modules
 from smddp.modelparallel.torch.sharding.gathers import Gathers
 from smddp.modelparallel.torch.sharding.gradients import ShardedSum
 from smddp.modelparallel.torch.sharding.part import announce, part_of_whole, set_part
-from smddp.modelparallel.torch.sharding.shard import Shard, ShardedParameter
+from smddp.modelparallel.torch.sharding.shard import ParameterShard, ShardedParameter
 from smddp.modelparallel.torch.tensor.division import division_of
 
 __all__ = ["Sharding"]
@@ -237,7 +237,7 @@ class Sharding:
 
     def reducers(self, parameter: nn.Parameter) -> Ranks | None:
         """Returns the ranks with the same shard; None if the parameter is not a shard."""
-        if not isinstance(parameter, Shard):
+        if not isinstance(parameter, ParameterShard):
             return None
         divided = division_of(parameter) is not None
         group = self.groups.across_divided if divided else self.groups.across
@@ -307,7 +307,7 @@ class Sharding:
                 stack.callback(self.release, entry)
             yield
 
-    # --- for ShardedTensor; see Gatherer ----------------------------------------------------------
+    # --- for FreedParameter; see Gatherer --------------------------------------------------------
 
     def reads(self) -> bool:
         """Says whether parameters can be gathered now."""
