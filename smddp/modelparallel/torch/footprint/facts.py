@@ -40,7 +40,7 @@ def choices_of(state: State, runtime: ModelRuntime) -> Choices:
         bucket=cfg.sdp_reduce_bucket_size,
         horizon=cfg.activation_loading_horizon,
         half=runtime.half is not None,
-        views=runtime.data_parallel.views,
+        views=runtime.data_parallel.buckets.views,
         checkpoints=tuple(runtime.checkpoints.regions()) if runtime.divided else (),
         tensor=topology.tp_size,
         prescaled=cfg.prescaled_batch,
@@ -100,7 +100,7 @@ def facts_of(
                 trains=parameter.requires_grad,
                 stepped=id(parameter) in states,
                 divisible=parameter.dim() > 0 and parameter.is_floating_point(),
-                split=runtime.data_parallel.is_divided(parameter),
+                split=runtime.data_parallel.holders.is_divided(parameter),
             )
         )
     return Facts(found, own, _buffers(modules), copies, profile), notes

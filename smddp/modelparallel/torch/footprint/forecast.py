@@ -348,7 +348,7 @@ class _Rank:
         return self._choices.divides(self._facts.parameters[number])
 
     def _is_reduced(self, number: int) -> bool:
-        """Says whether the gradient goes into a bucket; see `Ranks` in data_parallel/reducer.py."""
+        """Says whether the gradient goes into a bucket; see `Ranks` in data_parallel/holders.py."""
         choices = self._choices
         shards = choices.degree if self._divided(number) else 1
         if self._facts.parameters[number].split:

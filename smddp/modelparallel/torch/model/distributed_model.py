@@ -18,7 +18,8 @@ from smddp.modelparallel.core.errors import SMPInitializationError, SMPUsageErro
 from smddp.modelparallel.torch.common.example import Example
 from smddp.modelparallel.torch.common.placeholder import force
 from smddp.modelparallel.torch.common.structure import map_tensors
-from smddp.modelparallel.torch.data_parallel.reducer import DataParallel, Ranks
+from smddp.modelparallel.torch.data_parallel.holders import Ranks
+from smddp.modelparallel.torch.data_parallel.reducer import DataParallel
 from smddp.modelparallel.torch.delayed.life import is_delayed
 from smddp.modelparallel.torch.job.state import state
 from smddp.modelparallel.torch.model.queries import ModelQueries
@@ -172,8 +173,8 @@ class DistributedModel(ModelQueries):
             gradient_as_bucket_view,
         )
         if topology.tp_size > 1:
-            data_parallel.divided = Ranks(state.groups.of_steps("rdp"), topology.rdp_size)
-            data_parallel.is_divided = lambda parameter: division_of(parameter) is not None
+            data_parallel.holders.divided = Ranks(state.groups.of_steps("rdp"), topology.rdp_size)
+            data_parallel.holders.is_divided = lambda parameter: division_of(parameter) is not None
         patch_clipping()
         # Not by nn.Module.__setattr__, because it does not belong to the model.
         self.__dict__["runtime"] = ModelRuntime(
@@ -402,7 +403,7 @@ class DistributedModel(ModelQueries):
                 "register_comm_hook does not work with tensor_parallel_degree greater than 1: "
                 "gradients of divided parameters are averaged over other ranks than the rest"
             )
-        self.runtime.data_parallel.hook = lambda bucket: callable(state, bucket)
+        self.runtime.data_parallel.buckets.hook = lambda bucket: callable(state, bucket)
 
     def join(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context in which replicas may have different numbers of batches.

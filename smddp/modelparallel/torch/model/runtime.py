@@ -133,11 +133,11 @@ class ModelRuntime:
         self._sum = GradientSum(data_parallel.final)
         cfg = state.cfg
         if state.groups.sharding is not None:
-            self.sharding = data_parallel.shards = Sharding(
+            self.sharding = data_parallel.holders.shards = Sharding(
                 state.groups.sharding,
                 modules,
                 data_parallel.final,
-                data_parallel.holders,
+                data_parallel.holders.of,
                 cfg.sdp_param_persistence_threshold,
                 cfg.sdp_max_live_parameters,
                 cfg.sdp_reduce_bucket_size,
@@ -509,7 +509,7 @@ class ModelRuntime:
         except Exception as error:
             # If a hook has failed on the only partition, all ranks know. For other partitions the
             # step has succeeded, and they cannot undo it.
-            if self.executor.size > 1 or error is not self.data_parallel.hook_failure:
+            if self.executor.size > 1 or error is not self.data_parallel.buckets.hook_failure:
                 raise
             return error
         # If other calls wait from now on, tasks will be divided at other places.
@@ -618,8 +618,9 @@ class ModelRuntime:
             if gradient.requires_grad:  # made with create_graph=True; sums are changed in place
                 gradient = gradient.detach().clone()
             self._sum.add(parameter, frame.microbatch, gradient, frame.path)
-            if self.data_parallel.hook_failure is not None:
-                raise self.data_parallel.hook_failure  # fails the step on all ranks of the pipeline
+            failure = self.data_parallel.buckets.hook_failure
+            if failure is not None:
+                raise failure  # fails the step on all ranks of the pipeline
 
     def _mean_over_batches(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns the gradient of a divided parameter for the mean of the tp group's losses.

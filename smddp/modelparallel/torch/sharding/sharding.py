@@ -24,7 +24,7 @@ from smddp._torch_internals import SAVED_TENSORS_HOOKS, version_of_tensor
 from smddp.modelparallel.core.errors import SMPError, SMPUsageError
 from smddp.modelparallel.torch.common.device import put
 from smddp.modelparallel.torch.common.engine import forget_failed_passes_at_exit
-from smddp.modelparallel.torch.data_parallel.reducer import Ranks
+from smddp.modelparallel.torch.data_parallel.holders import Ranks
 from smddp.modelparallel.torch.delayed.life import come_to_life, memory_of, recorders_of
 from smddp.modelparallel.torch.job.groups import ShardingGroups
 from smddp.modelparallel.torch.pipeline.modules import Modules
