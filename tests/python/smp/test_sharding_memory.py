@@ -61,7 +61,7 @@ def memory(degree: int, limit: int) -> Any:
     peaks = []
     for _ in range(3):
         squares(model, torch.randn(8, WIDTH, requires_grad=True))
-        peaks.append(model.runtime.sharding.gathers.peak)
+        peaks.append(model.runtime.sharding.gathers.calls.peak)
         optimizer.step()
     rest = sum(p.untyped_storage().nbytes() for p in net.parameters())
     kept = [p.ds_tensor.untyped_storage().nbytes() for p in net.parameters() if p.dim() == 2]

@@ -175,7 +175,7 @@ class Sharding:
         if delayed:
             # Records have circles of references, and tensors such as a state dict's.
             gc.collect()
-        self.gathers.entries = self.entries
+        self.gathers.calls.entries = self.entries
         self.sums.adopt(self.entries)
         here = {id(parameter) for parameter in parameters}
         for parameter in self._modules.by_number[0].parameters():
