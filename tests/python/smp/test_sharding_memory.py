@@ -20,7 +20,7 @@ import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.torch.checkpoint import safetensors
 from smddp.modelparallel.torch.delayed.record import Call
 from smddp.modelparallel.torch.model.runtime import ModelRuntime
-from smddp.modelparallel.torch.sharding.gathers import Gathers
+from smddp.modelparallel.torch.sharding.group_calls import GroupCalls
 
 pytestmark = pytest.mark.multiprocess
 
@@ -91,13 +91,13 @@ def test_a_rank_keeps_its_share(ahead: bool, degree: int) -> None:
 
 def gathers_ahead() -> list[tuple[int, int]]:
     said: list[int] = []
-    original = Gathers._said
+    original = GroupCalls._said
 
-    def counted(self: Gathers, number: int) -> list[int]:
+    def counted(self: GroupCalls, number: int) -> list[int]:
         said.append(number)
         return original(self, number)
 
-    Gathers._said = counted  # type: ignore[method-assign]
+    GroupCalls._said = counted  # type: ignore[method-assign]
     config = {"ddp": True, "partitions": 2, "microbatches": 4}
     smp.init({**BY_HAND, **config, **shards(2, THRESHOLD)})
     net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])

@@ -17,6 +17,7 @@ from smddp.modelparallel.torch.job.state import State
 from smddp.modelparallel.torch.model.runtime import ModelRuntime
 from smddp.modelparallel.torch.optimizer.half import HALF
 from smddp.modelparallel.torch.pipeline.remote_tensor import RemoteTensor
+from smddp.modelparallel.torch.sharding.rules import is_divisible
 
 __all__ = ["choices_of", "facts_of", "profile_of"]
 
@@ -99,7 +100,7 @@ def facts_of(
                 scalars=states.get(id(parameter), (0, 0))[1],
                 trains=parameter.requires_grad,
                 stepped=id(parameter) in states,
-                divisible=parameter.dim() > 0 and parameter.is_floating_point(),
+                divisible=is_divisible(parameter),
                 split=runtime.data_parallel.holders.is_divided(parameter),
             )
         )

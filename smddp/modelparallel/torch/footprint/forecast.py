@@ -13,7 +13,17 @@ from typing import Any
 
 import numpy as np
 
+from smddp.modelparallel.torch.activations.offload import SMALL
 from smddp.modelparallel.torch.footprint.profile import Profile
+from smddp.modelparallel.torch.optimizer.shards import EXCHANGE, assign_to_lightest
+from smddp.modelparallel.torch.pipeline.step import under_way_at
+from smddp.modelparallel.torch.sharding.rules import (
+    AHEAD,
+    count_ahead,
+    gradient_buckets,
+    is_large,
+    part_of,
+)
 
 __all__ = [
     "FIRST",
@@ -30,13 +40,6 @@ __all__ = [
 
 FIRST, LATER, UPDATE = "first step", "step", "optimizer.step"
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "buffers", "activations")
-
-# Smaller arguments of checkpointed calls are not offloaded; see activations/offload.py.
-_SMALL = 4096
-# Bytes that a replica sends at once with shard_optimizer_state; see optimizer/shards.py.
-_EXCHANGE = 2**25
-# So many parameters are gathered before they are needed; see sharding/gathers.py.
-_AHEAD = 2
 
 Array = Any
 
@@ -167,14 +170,14 @@ class Choices:
 
     def divides(self, parameter: Parameter) -> bool:
         """Says whether a parameter is divided over replicas."""
-        large = parameter.divisible and parameter.numel >= max(self.threshold, 1)
+        large = parameter.divisible and is_large(parameter.numel, self.threshold)
         return self.degree > 1 and large
 
     def under_way(self, part: int) -> int:
         """Returns how many microbatches may wait for their backward pass in a partition."""
         if self.partitions == 1:
             return 1
-        most = self.active if self.simple else max(1, self.active - part)
+        most = self.active if self.simple else under_way_at(self.active, part)
         return min(self.microbatches, most)
 
 
@@ -270,7 +273,7 @@ class _Activations:
                 if number in counted:
                     continue
                 counted.add(number)
-                moves = choices.offload and storage.size >= _SMALL
+                moves = choices.offload and storage.size >= SMALL
                 begin = max(regions.begins[region], storage.begin)
                 end = max(regions.again[region][1], min(storage.end, count))
                 if not moves:
@@ -325,24 +328,25 @@ class _Rank:
         self._stepped = self._stepped_here(replica)
 
     def _stepped_here(self, replica: int) -> set[int]:
-        """Returns the parameters that this rank steps; see `Shards.assign`."""
+        """Returns the parameters that this rank steps."""
         parameters, choices = self._facts.parameters, self._choices
         stepped = [n for n in self._mine if parameters[n].stepped]
         if not choices.shard_optimizer_state:
             return set(stepped)
-        loads = [0] * choices.copies
-        mine = set()
-        for number in sorted(stepped, key=lambda n: -parameters[n].numel):
-            owner = min(range(choices.copies), key=loads.__getitem__)
-            loads[owner] += parameters[number].numel
-            if owner == replica:
-                mine.add(number)
-        return mine
+        stepped.sort(key=lambda n: -parameters[n].numel)
+        owners: dict[int, int] = {}
+        sizes = [parameters[n].numel for n in stepped]
+        assign_to_lightest(stepped, sizes, [0] * choices.copies, owners)
+        return {number for number, owner in owners.items() if owner == replica}
 
     def _elements(self, number: int) -> int:
         """Returns the elements of a parameter that this rank keeps."""
         parameter, degree = self._facts.parameters[number], self._choices.degree
-        return -(-parameter.numel // degree) if self._divided(number) else parameter.numel
+        return part_of(parameter.numel, degree) if self._divided(number) else parameter.numel
+
+    def _padded(self, number: int) -> int:
+        """Returns the elements of a sharded parameter when it is gathered."""
+        return self._elements(number) * self._choices.degree
 
     def _divided(self, number: int) -> bool:
         return self._choices.divides(self._facts.parameters[number])
@@ -405,7 +409,7 @@ class _Rank:
             largest = max((ps[n].numel * ps[n].size for n in self._mine), default=0)
             whole = sum(ps[n].numel * ps[n].size for n in self._mine if ps[n].stepped)
             share = -(-whole // choices.copies)
-            temporary = max(temporary, min(max(share, largest), _EXCHANGE))
+            temporary = max(temporary, min(max(share, largest), EXCHANGE))
         return dataclasses.replace(fixed, gradients=gradients, activations=int(temporary))
 
     # --- a step -----------------------------------------------------------------------------------
@@ -464,8 +468,7 @@ class _Rank:
 
     def _whole(self, number: int) -> int:
         """Returns the bytes of a sharded parameter when it is gathered."""
-        parameter = self._facts.parameters[number]
-        return self._elements(number) * self._choices.degree * parameter.size
+        return self._padded(number) * self._facts.parameters[number].size
 
     def _gradients(self, profile: Profile) -> tuple[Array, Array, Array, Array]:
         """Returns the gradients of one microbatch, tick by tick.
@@ -502,25 +505,18 @@ class _Rank:
 
     def _padded_gradient(self, number: int) -> int:
         """Returns the bytes of the whole gradient of a sharded parameter."""
-        gradient = self._facts.parameters[number].gradient
-        return self._elements(number) * self._choices.degree * gradient
+        return self._padded(number) * self._facts.parameters[number].gradient
 
     def _buckets(self) -> list[list[int]]:
         """Returns the buckets in which gradients of sharded parameters are reduced."""
-        groups: dict[bool, list[list[int]]] = {}  # by `split`
-        load: dict[bool, int] = {}
-        for number in reversed(self._mine):
-            parameter = self._facts.parameters[number]
-            if not (self._divided(number) and parameter.trains):
-                continue
-            padded = self._elements(number) * self._choices.degree
-            buckets = groups.setdefault(parameter.split, [])
-            if not buckets or load[parameter.split] + padded > self._choices.bucket:
-                buckets.append([])
-                load[parameter.split] = 0
-            buckets[-1].append(number)
-            load[parameter.split] += padded
-        return [bucket for buckets in groups.values() for bucket in buckets]
+        ps = self._facts.parameters
+        trained = [n for n in self._mine if self._divided(n) and ps[n].trains]
+        return gradient_buckets(
+            trained,
+            lambda n: (ps[n].gradient, ps[n].split),
+            self._padded,
+            self._choices.bucket,
+        )
 
     def _gathered(self, profile: Profile, parts: Sequence[int], ahead: bool) -> Array:
         """Returns the bytes of gathered parameters, tick by tick."""
@@ -543,12 +539,10 @@ class _Rank:
             held = {n for v in around for n in own[v]}
             place = int(places[visit])
             more = order[place + len(own[visit]) :] if forward else order[:place][::-1]
-            elements = sum(self._elements(n) * choices.degree for n in held)
-            for _, n in more[:_AHEAD] if ahead else ():
-                elements += self._elements(n) * choices.degree
-                if n in held or elements > choices.limit:
-                    break
-                held.add(n)
+            if ahead:
+                coming = [(self._padded(n), n in held) for _, n in more[:AHEAD]]
+                count = count_ahead(coming, sum(map(self._padded, held)), choices.limit)
+                held.update(n for _, n in more[:count])
             return sum(self._whole(n) for n in held)
 
         sizes: dict[tuple[int, bool], int] = {}

@@ -43,7 +43,7 @@ from smddp.modelparallel.torch.pipeline.protocol import (
     raise_if_unpicklable,
 )
 from smddp.modelparallel.torch.pipeline.services import RankServices
-from smddp.modelparallel.torch.pipeline.step import UNLIMITED
+from smddp.modelparallel.torch.pipeline.step import UNLIMITED, under_way_at
 
 __all__ = ["Server"]
 
@@ -309,7 +309,7 @@ class Server:
         under_way = self._under_way
         if not under_way or frame.microbatch in under_way or frame.microbatch < min(under_way):
             return True
-        return len(under_way) < max(1, self.under_way_limit - frame.depth)
+        return len(under_way) < under_way_at(self.under_way_limit, frame.depth)
 
     def _end_under_way(self, run: _SegmentRun) -> None:
         """Notes that a segment has had its backward pass, or gets none."""

@@ -31,13 +31,12 @@ from smddp.modelparallel.core.errors import SMPError, SMPPeerError
 from smddp.modelparallel.core.failure import PlanChangedError
 from smddp.modelparallel.core.order import Decision
 from smddp.modelparallel.torch.sharding.group_calls import END, FAILED, GroupCalls
+from smddp.modelparallel.torch.sharding.rules import AHEAD, count_ahead
 from smddp.modelparallel.torch.sharding.shard import ShardedParameter
 from smddp.modelparallel.torch.sharding.slices import Planned, Slice, Slices
 
 __all__ = ["Gathers"]
 
-# So many gathers may be under way for code that has not asked for them yet.
-_AHEAD = 2
 # If the plans of a step function have been wrong this often, its steps have none from then on,
 # because each time a step runs twice.
 _MAX_CHANGES = 2
@@ -321,13 +320,8 @@ class Gathers:
 
         All ranks count alike, whatever is live there now.
         """
-        count = size = 0
-        for planned in plan[:_AHEAD]:
-            size += self.calls.entries[planned.number].padded
-            if planned.kept or size > self._limit:
-                break
-            count += 1
-        return count
+        coming = ((self.calls.entries[number].padded, kept) for number, kept in plan)
+        return count_ahead(coming, 0, self._limit)
 
     def _gather_ahead(self) -> None:
         if self.left_plan or self._stopped or self.calls.closed:
@@ -345,7 +339,7 @@ class Gathers:
                 if one.plan is not None
                 for place in one.under_way
             ]
-            if kept or entry.holds or number in coming or len(coming) >= _AHEAD:
+            if kept or entry.holds or number in coming or len(coming) >= AHEAD:
                 return
             if self.calls.live + entry.padded > self._limit:
                 return

@@ -21,6 +21,7 @@ from smddp._torch_internals import tree_leaves, version_of_tensor
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.torch.common.placeholder import WITHOUT, About, Placeholder
 from smddp.modelparallel.torch.sharding.part import set_part
+from smddp.modelparallel.torch.sharding.rules import part_of
 from smddp.modelparallel.torch.tensor.division import copy_division
 
 __all__ = ["FreedParameter", "Gatherer", "ParameterShard", "ShardedParameter"]
@@ -107,7 +108,7 @@ class ShardedParameter:
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of a tensor of the parameter's shape, as a copy."""
-        size = -(-self.numel // self.degree)
+        size = part_of(self.numel, self.degree)
         part = whole.reshape(-1)[self.rank * size : (self.rank + 1) * size]
         return torch.nn.functional.pad(part, (0, size - part.numel()))  # a copy, also of all
 

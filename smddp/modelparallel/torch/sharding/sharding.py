@@ -31,6 +31,7 @@ from smddp.modelparallel.torch.pipeline.modules import Modules
 from smddp.modelparallel.torch.sharding.gathers import Gathers
 from smddp.modelparallel.torch.sharding.gradients import ShardedSum
 from smddp.modelparallel.torch.sharding.part import announce, part_of_whole, set_part
+from smddp.modelparallel.torch.sharding.rules import is_divisible, is_large, part_of
 from smddp.modelparallel.torch.sharding.shard import ParameterShard, ShardedParameter
 from smddp.modelparallel.torch.tensor.division import division_of
 
@@ -131,8 +132,7 @@ class Sharding:
 
     def divides(self, parameter: nn.Parameter) -> bool:
         """Says whether a parameter is, or will be, divided."""
-        large = parameter.dim() > 0 and parameter.numel() >= max(self._threshold, 1)
-        return large and parameter.is_floating_point()
+        return is_divisible(parameter) and is_large(parameter.numel(), self._threshold)
 
     def divide(
         self, parameters: Sequence[nn.Parameter], device: torch.device
@@ -211,7 +211,7 @@ class Sharding:
         """Returns the elements of this rank's part of a parameter that comes to live here."""
         group = self.groups.parameters
         if self.divides(parameter):
-            return -(-parameter.numel() // group.size())
+            return part_of(parameter.numel(), group.size())
         return parameter.numel() if group.rank() == 0 else 0
 
     def renew(self, parameter: nn.Parameter) -> None:
