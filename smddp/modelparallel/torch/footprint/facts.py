@@ -1,4 +1,4 @@
-"""What `forecast` needs to know of the model, the optimizers and the configuration in force."""
+"""What `estimate` needs to know of the model, the optimizers and the configuration in force."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from smddp.modelparallel.torch.common.example import Example
 from smddp.modelparallel.torch.common.structure import tensors_in
-from smddp.modelparallel.torch.footprint.forecast import Choices, Facts, Parameter
+from smddp.modelparallel.torch.footprint.estimate import Choices, Facts, Parameter
 from smddp.modelparallel.torch.footprint.profile import Profile, profile_model
 from smddp.modelparallel.torch.job.state import State
 from smddp.modelparallel.torch.model.runtime import ModelRuntime
@@ -95,7 +95,7 @@ def facts_of(
                 numel=parameter.numel(),
                 size=parameter.dtype.itemsize,
                 gradient=gradient.itemsize,
-                master=4 if half and id(parameter) in states else 0,
+                main=4 if half and id(parameter) in states else 0,
                 state=states.get(id(parameter), (0, 0))[0],
                 scalars=states.get(id(parameter), (0, 0))[1],
                 trains=parameter.requires_grad,
@@ -149,7 +149,7 @@ def _states(optimizer: Any, half: bool) -> dict[int, tuple[int, int]] | None:
     for name in [name for name in copied.__dict__ if name.endswith("_hooks")]:
         copied.__dict__[name] = collections.OrderedDict()
     copied.state = collections.defaultdict(dict)
-    copied.param_groups, stand_ins = [], {}
+    copied.param_groups, shapes = [], {}
     for group in optimizer.param_groups:
         with_shapes = []
         for parameter in group["params"]:
@@ -161,7 +161,7 @@ def _states(optimizer: Any, half: bool) -> dict[int, tuple[int, int]] | None:
             )
             if whole.requires_grad:
                 shape.grad = torch.empty_like(shape)
-            stand_ins[id(whole)] = shape
+            shapes[id(whole)] = shape
             with_shapes.append(shape)
         off = {name: False for name in ("fused", "foreach", "capturable") if name in group}
         copied.param_groups.append({**group, **off, "params": with_shapes})
@@ -169,7 +169,7 @@ def _states(optimizer: Any, half: bool) -> dict[int, tuple[int, int]] | None:
         copied.step()
     except Exception:
         return _present(optimizer)
-    return {key: _sizes(copied.state.get(shape, {}), shape) for key, shape in stand_ins.items()}
+    return {key: _sizes(copied.state.get(shape, {}), shape) for key, shape in shapes.items()}
 
 
 def _sizes(own: Any, parameter: torch.Tensor) -> tuple[int, int]:

@@ -271,8 +271,8 @@ class DistributedModel(ModelQueries):
                     "function decorated with smp.step"
                 )
             torch.autograd.backward(self._scaled(roots), given)
-            if self.runtime.stand_ins is not None:
-                self.runtime.stand_ins.note_new_gradients()
+            if self.runtime.main_parameters is not None:
+                self.runtime.main_parameters.note_new_gradients()
             return
         frame = task.frame
         roots = self._scaled([force(root) for root in roots])
@@ -289,8 +289,8 @@ class DistributedModel(ModelQueries):
             executor.enter(frame, True)
 
     def _scaled(self, roots: list[torch.Tensor]) -> list[torch.Tensor]:
-        stand_ins = self.runtime.stand_ins
-        scale = 1.0 if stand_ins is None else stand_ins.scaler.loss_scale
+        main_parameters = self.runtime.main_parameters
+        scale = 1.0 if main_parameters is None else main_parameters.scaler.loss_scale
         return roots if scale == 1 else [root.float() * scale for root in roots]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -361,8 +361,8 @@ class DistributedModel(ModelQueries):
         """
         state.refuse_alone_in_step("model.load_state_dict()")
         result = self.runtime.model_state.load(state_dict, strict, same_partition_load)
-        if self.runtime.stand_ins is not None:
-            self.runtime.stand_ins.copy_from_parameters()
+        if self.runtime.main_parameters is not None:
+            self.runtime.main_parameters.copy_from_parameters()
         return result
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:

@@ -34,7 +34,7 @@ from smddp.modelparallel.torch.model.activation_checkpoints import ActivationChe
 from smddp.modelparallel.torch.model.same_batch import compare_settings
 from smddp.modelparallel.torch.model.state_dict import ModelState
 from smddp.modelparallel.torch.optimizer.half import half_precision
-from smddp.modelparallel.torch.optimizer.stand_ins import StandIns
+from smddp.modelparallel.torch.optimizer.main_parameters import MainParameters
 from smddp.modelparallel.torch.partition.decide import decide_and_report
 from smddp.modelparallel.torch.partition.placement import Decision, Placement
 from smddp.modelparallel.torch.pipeline.executor import Executor
@@ -69,7 +69,7 @@ class ModelRuntime:
         knew_counts: had a step with gradients been made before the last one? See `GradientSum`.
         order_mattered: has the order of the microbatches mattered in this step, on this replica?
             None if that is not known.
-        updates_masters: are the gradients of this step copied to master weights at its end?
+        updates_masters: are the gradients of this step copied to main parameters at its end?
         device: of the parameters and buffers that live here.
         buffers: those that live here; none before the model is divided.
         half: the half-precision dtype in which the model computes; None for full precision.
@@ -523,10 +523,10 @@ class ModelRuntime:
 
     def note_success(self) -> None:
         """Uses the new gradients."""
-        if self.stand_ins is not None:
-            self.stand_ins.note_new_gradients()
+        if self.main_parameters is not None:
+            self.main_parameters.note_new_gradients()
             if self.updates_masters:
-                self.stand_ins.update()
+                self.main_parameters.update()
         self._warn_of_nothing_offloaded()
         self._run_hooks("step")
 
@@ -661,10 +661,10 @@ class ModelRuntime:
         return local if self.sharding is None else [self.sharding.local(p) for p in local]
 
     @property
-    def stand_ins(self) -> StandIns | None:
+    def main_parameters(self) -> MainParameters | None:
         """What the last optimizer has in place of parameters; None if it has the parameters."""
         optimizer = self._state.current_optimizer()
-        return None if optimizer is None else optimizer._smp_state.stand_ins
+        return None if optimizer is None else optimizer._smp_state.main
 
 
 def _executor(state: State) -> Executor:

@@ -1,7 +1,7 @@
 """The state of an optimizer, divided over the replicas of a partition.
 
 With `shard_optimizer_state` in the configuration, each parameter has one replica that *steps* it:
-only there it has state, and a master weight with fp16. The gradients are the same on all
+only there it has state, and a main parameter with fp16. The gradients are the same on all
 replicas. After the optimizer's step, each replica sends the parameters that it has stepped to the
 others.
 """
@@ -93,7 +93,7 @@ class Shards:
     def only_own(self, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
         """In this context the groups of the optimizer hold only what this rank steps.
 
-        Master weights are not assigned: only the rank that steps a parameter has one.
+        Main parameters are not assigned: only the rank that steps a parameter has one.
         """
         before = [group["params"] for group in groups]
         self._whole = before

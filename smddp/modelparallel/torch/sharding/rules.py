@@ -1,6 +1,6 @@
 """The rules by which parameters are divided over replicas, gathered, and their gradients reduced.
 
-They need numbers only. The memory estimate (footprint/forecast.py) calls them for models and
+They need numbers only. The memory estimate (footprint/estimate.py) calls them for models and
 configurations that nobody runs.
 """
 

@@ -34,7 +34,7 @@ __all__ = [
     "Choices",
     "Facts",
     "Parameter",
-    "forecast",
+    "estimate",
     "parts_of",
 ]
 
@@ -53,7 +53,7 @@ class Bytes:
         gathered: whole parameters, with sharded data parallelism, while modules run.
         gradients: sums over microbatches, gradients that wait to be added or reduced, and the
             buckets in which replicas reduce them.
-        optimizer: what the optimizer keeps, master weights included.
+        optimizer: what the optimizer keeps, main parameters included.
         buffers: of the model.
         activations: all other tensors: what autograd keeps for the backward pass, and what lives
             only while an operation runs. None if that is not known.
@@ -79,7 +79,7 @@ class Parameter:
     Attributes:
         module: the number of the first module that has it.
         numel: its elements.
-        size, gradient, master: bytes of an element, of its gradient, and of its master weight; the
+        size, gradient, main: bytes of an element, of its gradient, and of its main parameter; the
             last is 0 if there is none.
         state: bytes of what the optimizer keeps for all elements of the whole parameter.
         scalars: bytes of what else it keeps for the parameter.
@@ -94,7 +94,7 @@ class Parameter:
     numel: int
     size: int
     gradient: int
-    master: int
+    main: int
     state: int
     scalars: int
     trains: bool
@@ -304,7 +304,7 @@ class _Activations:
         return float(others * always[tick] + min(others, horizon) * movable[tick])
 
 
-def forecast(facts: Facts, choices: Choices, part: int, replica: int) -> dict[str, Bytes]:
+def estimate(facts: Facts, choices: Choices, part: int, replica: int) -> dict[str, Bytes]:
     """Returns what a rank needs at the peak of each moment.
 
     Args:
@@ -365,7 +365,7 @@ class _Rank:
         ps = facts.parameters
         weights = sum(self._elements(n) * ps[n].size for n in self._mine)
         state = sum(
-            self._elements(n) * ps[n].master
+            self._elements(n) * ps[n].main
             + ps[n].state * self._elements(n) // max(ps[n].numel, 1)
             + ps[n].scalars
             for n in self._stepped
@@ -382,9 +382,9 @@ class _Rank:
             buffers *= 2  # a step that is run again restores them
         fixed = Bytes(weights, 0, buckets, state, buffers, None)
         found = {}
-        # The optimizer makes its state in its first step; master weights are there before.
-        masters = sum(self._elements(n) * ps[n].master for n in self._stepped)
-        found[FIRST] = self._in_step(dataclasses.replace(fixed, optimizer=masters), sums, True)
+        # The optimizer makes its state in its first step; main parameters are there before.
+        mains = sum(self._elements(n) * ps[n].main for n in self._stepped)
+        found[FIRST] = self._in_step(dataclasses.replace(fixed, optimizer=mains), sums, True)
         found[LATER] = self._in_step(fixed, sums, False)
         found[UPDATE] = self._in_update(fixed, trained, sums)
         return found
@@ -399,7 +399,7 @@ class _Rank:
         if choices.half:
             # fp32 copies, also of what other replicas step.
             gradients += sum(self._elements(n) * 4 for n in trained if ps[n].stepped)
-        work = {n: self._elements(n) * (ps[n].master or ps[n].size) for n in self._stepped}
+        work = {n: self._elements(n) * (ps[n].main or ps[n].size) for n in self._stepped}
         temporary = facts.temporary * sum(work.values()) + max(work.values(), default=0)
         # Adam steps a parameter with two temporary tensors, while one of the last is still there.
         sizes = [work[n] for n in sorted(work)]
