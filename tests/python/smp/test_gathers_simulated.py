@@ -36,11 +36,11 @@ class Entry:
         self.flat: Any = None
         self.shard = torch.tensor([10.0 * number + replica])
 
-    def show(self, flat: Any) -> None:
+    def unshard(self, flat: Any) -> None:
         assert self.flat is None
         self.flat = flat
 
-    def hide(self) -> bool:
+    def reshard(self) -> bool:
         self.flat = None
         return False
 
@@ -276,12 +276,12 @@ class ShardedJob(Job):
 
 def run(job: ShardedJob, cases: range) -> dict[str, int]:
     """Runs cases of eight schedules and more each; returns how often something happened."""
-    seen = {"ahead": 0, "redo": 0, "failed": 0, "schedules": 0}
+    seen = {"prefetched": 0, "redo": 0, "failed": 0, "schedules": 0}
 
     def step(again: bool = False) -> str:
         seen["schedules"] += 1
         how = job.step(1000 * job.case + seen["schedules"], again)
-        seen["ahead"] += sum(rank.gathers.ahead for rank in job.everybody())  # type: ignore[attr-defined]
+        seen["prefetched"] += sum(rank.gathers.prefetched for rank in job.everybody())  # type: ignore[attr-defined]
         if how:
             seen[how] += 1
         return how

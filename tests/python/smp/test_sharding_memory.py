@@ -108,7 +108,7 @@ def gathers_ahead() -> list[tuple[int, int]]:
     for _ in range(5):
         said.clear()
         squares(model, torch.randn(8, 8))
-        found.append((len(said), model.runtime.sharding.gathers.ahead))
+        found.append((len(said), model.runtime.sharding.gathers.prefetched))
     assert model.runtime.steps == len(found), "no step was run again"
     return found
 

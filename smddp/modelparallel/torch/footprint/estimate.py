@@ -18,8 +18,8 @@ from smddp.modelparallel.torch.footprint.profile import Profile
 from smddp.modelparallel.torch.optimizer.shards import EXCHANGE, assign_to_lightest
 from smddp.modelparallel.torch.pipeline.step import under_way_at
 from smddp.modelparallel.torch.sharding.rules import (
-    AHEAD,
-    count_ahead,
+    PREFETCHED,
+    count_prefetched,
     gradient_buckets,
     is_large,
     part_of,
@@ -426,7 +426,7 @@ class _Rank:
         one = _Activations(profile, choices, parts, part)
         running = one.always + one.movable
         whole, shards, pending, arriving = self._gradients(profile)
-        gathered = self._gathered(profile, parts, ahead=not first)
+        gathered = self._gathered(profile, parts, prefetches=not first)
         microbatches, batch = choices.microbatches, 0
         if part == 0:
             batch = profile.given * microbatches
@@ -518,7 +518,7 @@ class _Rank:
             self._choices.bucket,
         )
 
-    def _gathered(self, profile: Profile, parts: Sequence[int], ahead: bool) -> Array:
+    def _gathered(self, profile: Profile, parts: Sequence[int], prefetches: bool) -> Array:
         """Returns the bytes of gathered parameters, tick by tick."""
         facts, choices, part = self._facts, self._choices, self._part
         count = len(profile.at)
@@ -539,9 +539,9 @@ class _Rank:
             held = {n for v in around for n in own[v]}
             place = int(places[visit])
             more = order[place + len(own[visit]) :] if forward else order[:place][::-1]
-            if ahead:
-                coming = [(self._padded(n), n in held) for _, n in more[:AHEAD]]
-                count = count_ahead(coming, sum(map(self._padded, held)), choices.limit)
+            if prefetches:
+                coming = [(self._padded(n), n in held) for _, n in more[:PREFETCHED]]
+                count = count_prefetched(coming, sum(map(self._padded, held)), choices.limit)
                 held.update(n for _, n in more[:count])
             return sum(self._whole(n) for n in held)
 

@@ -8,7 +8,7 @@ So the order of gathers follows from the order of slices, and from what each sli
 
 Nobody knows that of a slice which runs for the first time. So before each gather the ranks tell
 each other which parameter comes next, and raise the same error if they differ. What it has gathered
-is its *plan* in later steps: then the ranks exchange nothing, and gather ahead what comes next in
+is its *plan* in later steps: then the ranks exchange nothing, and prefetch what comes next in
 this slice, in those that the leader has announced, and in the one that it expects after them.
 
 A plan says what a task asks for, not what is missing. Another task that waits may hold the same
@@ -31,7 +31,7 @@ from smddp.modelparallel.core.errors import SMPError, SMPPeerError
 from smddp.modelparallel.core.failure import PlanChangedError
 from smddp.modelparallel.core.order import Decision
 from smddp.modelparallel.torch.sharding.group_calls import END, FAILED, GroupCalls
-from smddp.modelparallel.torch.sharding.rules import AHEAD, count_ahead
+from smddp.modelparallel.torch.sharding.rules import PREFETCHED, count_prefetched
 from smddp.modelparallel.torch.sharding.shard import ShardedParameter
 from smddp.modelparallel.torch.sharding.slices import Planned, Slice, Slices
 
@@ -50,7 +50,7 @@ class Gathers:
 
     Attributes:
         calls: of the group; knows what is live.
-        ahead: how many gathers of this step had begun before they were asked for.
+        prefetched: how many gathers of this step had begun before they were asked for.
         left_plan: was a plan wrong in this step?
     """
 
@@ -59,14 +59,14 @@ class Gathers:
 
         Args:
             group: the ranks that share the parameters; in a step, nothing else is sent in it.
-            limit: no parameter is gathered ahead if more elements would be live.
+            limit: no parameter is prefetched if more elements would be live.
             ordered: does an order group say which slices run? Otherwise a step is one slice.
             timeout: seconds to wait at the end of a failed step for what the leader says.
         """
         self._limit, self._ordered = limit, ordered
         self.calls = GroupCalls(group, "task" if ordered else "step")
-        self._slices = Slices(ordered, timeout, self._count_ahead)
-        self.ahead = 0
+        self._slices = Slices(ordered, timeout, self._count_prefetched)
+        self.prefetched = 0
         # By step function and whether gradients are on, then by key of a slice.
         self._plans: dict[Any, dict[Any, list[Planned]]] = {}
         self._changes: collections.Counter[Any] = collections.Counter()
@@ -99,7 +99,7 @@ class Gathers:
         self._reset(self._plans.get(key, {}))
         self._key = key
         self.calls.begin_step()
-        self.ahead = 0
+        self.prefetched = 0
         if not self._ordered:
             self.decided(())
             self.begun()
@@ -124,7 +124,7 @@ class Gathers:
             self._current, self.calls.closed = None, True
             for entry in self.calls.entries:
                 entry.holds = 0
-                if entry.flat is not None and entry.hide():
+                if entry.flat is not None and entry.reshard():
                     changed.append(entry)
             self.calls.live = 0
         if changed:
@@ -201,7 +201,7 @@ class Gathers:
             self._begin_earlier()
             while one.issued < len(one.plan):
                 self._begin(one, used=False)
-        self._gather_ahead()
+        self._prefetch()
 
     # --- one parameter ----------------------------------------------------------------------------
 
@@ -218,16 +218,16 @@ class Gathers:
             if one is not None:
                 one.order.append(self._request(one, entry))
             if not entry.holds:
-                entry.show(self._agreed(one, entry))
+                entry.unshard(self._agreed(one, entry))
         else:
             flat = self._planned(one, one.plan, entry)
             if not entry.holds:
                 assert flat is not None
-                entry.show(flat)
+                entry.unshard(flat)
             elif flat is not None:
                 self.calls.live -= entry.padded
         entry.holds += 1
-        self._gather_ahead()
+        self._prefetch()
 
     def release(self, entry: ShardedParameter) -> None:
         """Notes that a task no longer holds a parameter; the last one frees it.
@@ -240,7 +240,7 @@ class Gathers:
         entry.holds -= 1
         flat, one = entry.flat, self._current
         assert flat is not None
-        changed = entry.hide() if not entry.holds else False
+        changed = entry.reshard() if not entry.holds else False
         kept = False
         if one is not None:
             one.freed.add(entry.number)
@@ -248,13 +248,13 @@ class Gathers:
             if one.plan is not None and place < len(one.plan):
                 kept = one.plan[place] == (entry.number, True)
         if kept and one is not None:
-            # No gather of the plan has begun beyond this one: see `_gather_ahead`.
+            # No gather of the plan has begun beyond this one: see `_prefetch`.
             assert one.issued == place
             one.under_way[place] = (_Done(), None if entry.holds else flat)
             one.issued += 1
         elif not entry.holds:
             self.calls.live -= entry.padded
-        self._gather_ahead()
+        self._prefetch()
         if changed:
             raise entry.change_error()
 
@@ -303,7 +303,7 @@ class Gathers:
         self._begin_earlier()  # these may be of this slice, when it was expected
         if place == one.issued:
             self._begin(one)
-            self._gather_ahead()
+            self._prefetch()
         work, flat = one.under_way.pop(place)
         work.wait()
         return flat
@@ -315,15 +315,15 @@ class Gathers:
         while (due := self._slices.due_earlier()) is not None:
             self._begin(due)
 
-    def _count_ahead(self, plan: list[Planned]) -> int:
+    def _count_prefetched(self, plan: list[Planned]) -> int:
         """Returns how many gathers of a plan begin when its slice is only expected.
 
         All ranks count alike, whatever is live there now.
         """
         coming = ((self.calls.entries[number].padded, kept) for number, kept in plan)
-        return count_ahead(coming, 0, self._limit)
+        return count_prefetched(coming, 0, self._limit)
 
-    def _gather_ahead(self) -> None:
+    def _prefetch(self) -> None:
         if self.left_plan or self._stopped or self.calls.closed:
             return
         while True:
@@ -339,12 +339,12 @@ class Gathers:
                 if one.plan is not None
                 for place in one.under_way
             ]
-            if kept or entry.holds or number in coming or len(coming) >= AHEAD:
+            if kept or entry.holds or number in coming or len(coming) >= PREFETCHED:
                 return
             if self.calls.live + entry.padded > self._limit:
                 return
             self._begin(one)
-            self.ahead += 1
+            self.prefetched += 1
 
     def _begin(self, one: Slice, used: bool = True) -> None:
         """Begins the next gather of a plan.

@@ -14,12 +14,19 @@ import torch
 
 from smddp.modelparallel.torch.data_parallel.buckets import divided_into_buckets
 
-__all__ = ["AHEAD", "count_ahead", "gradient_buckets", "is_divisible", "is_large", "part_of"]
+__all__ = [
+    "PREFETCHED",
+    "count_prefetched",
+    "gradient_buckets",
+    "is_divisible",
+    "is_large",
+    "part_of",
+]
 
 _Item = TypeVar("_Item")
 
-# So many gathers may be under way for code that has not asked for them yet.
-AHEAD = 2
+# So many parameters may be prefetched: gathered before code asks for them.
+PREFETCHED = 2
 
 
 def is_divisible(parameter: torch.Tensor) -> bool:
@@ -37,8 +44,8 @@ def part_of(elements: int, degree: int) -> int:
     return -(-elements // degree)
 
 
-def count_ahead(coming: Iterable[tuple[int, bool]], live: int, limit: int) -> int:
-    """Returns how many of the next gathers begin before code asks for them.
+def count_prefetched(coming: Iterable[tuple[int, bool]], live: int, limit: int) -> int:
+    """Returns how many of the next parameters to prefetch.
 
     Args:
         coming: the elements of each gathered parameter, and whether it will be live already.
@@ -46,7 +53,7 @@ def count_ahead(coming: Iterable[tuple[int, bool]], live: int, limit: int) -> in
         limit: most elements that may be.
     """
     count = 0
-    for elements, is_live in itertools.islice(coming, AHEAD):
+    for elements, is_live in itertools.islice(coming, PREFETCHED):
         live += elements
         if is_live or live > limit:
             break

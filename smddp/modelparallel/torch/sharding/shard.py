@@ -99,7 +99,7 @@ class ShardedParameter:
         parameter.gatherer = gatherer  # type: ignore[attr-defined]
         set_part(parameter, self.shard)
         parameter.ds_param_shard_group = group  # type: ignore[attr-defined]
-        self.hide()
+        self.reshard()
 
     @property
     def padded(self) -> int:
@@ -125,7 +125,7 @@ class ShardedParameter:
         rest = -self.numel % self.degree
         return torch.nn.functional.pad(flat, (0, rest)) if rest else flat
 
-    def show(self, flat: torch.Tensor) -> None:
+    def unshard(self, flat: torch.Tensor) -> None:
         """Gives the parameter its values.
 
         Args:
@@ -136,7 +136,7 @@ class ShardedParameter:
         parameter.data = flat[: self.numel].view(self.shape)
         self.flat, self._version = flat, version_of_tensor(parameter)
 
-    def hide(self) -> bool:
+    def reshard(self) -> bool:
         """Takes the values from the parameter.
 
         Returns:

@@ -75,16 +75,16 @@ class Slices:
     """
 
     def __init__(
-        self, ordered: bool, timeout: float, count_ahead: Callable[[list[Planned]], int]
+        self, ordered: bool, timeout: float, count_prefetched: Callable[[list[Planned]], int]
     ) -> None:
         """Begins outside a step.
 
         Args:
             ordered: does an order group say which slices run? Otherwise a step is one slice.
             timeout: seconds to wait at the end of a failed step for what the leader says.
-            count_ahead: says how many gathers of a plan begin when its slice is only expected.
+            count_prefetched: says how many gathers of a plan begin when its slice is only expected.
         """
-        self._ordered, self._timeout, self._count_ahead = ordered, timeout, count_ahead
+        self._ordered, self._timeout, self._count_prefetched = ordered, timeout, count_prefetched
         self._news = threading.Condition()  # of decisions
         self.reset({})
 
@@ -204,8 +204,8 @@ class Slices:
         else:
             key = (decision, self._names[decision]), 0
         one = Slice(key, self._plans.get(key))
-        # If a slice that was expected before has not come yet, nothing more is gathered ahead.
-        count = 0 if self._expected else self._count_ahead(one.plan or [])
+        # If a slice that was expected before has not come yet, nothing more is prefetched.
+        count = 0 if self._expected else self._count_prefetched(one.plan or [])
         if count:
             self._expected[key] = one
         return _Turn(one, count)
