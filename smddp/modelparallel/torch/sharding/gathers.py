@@ -333,12 +333,7 @@ class Gathers:
             assert one.plan is not None
             number, kept = one.plan[one.issued]
             entry = self.calls.entries[number]
-            coming = [
-                one.plan[place].number
-                for one in self._slices.near()
-                if one.plan is not None
-                for place in one.under_way
-            ]
+            coming = self._slices.coming()
             if kept or entry.holds or number in coming or len(coming) >= PREFETCHED:
                 return
             if self.calls.live + entry.padded > self._limit:

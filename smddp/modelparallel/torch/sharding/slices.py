@@ -136,10 +136,21 @@ class Slices:
         """Returns the slices that have been decided."""
         return [turn.slice for turn in self._turns if turn.until is None]
 
-    def near(self) -> list[Slice]:
-        """Returns the slice that runs, and those up to the one whose gather is next."""
-        turns = self._turns[max(self._begun - 1, 0) : self._next + 1]
-        return list(dict.fromkeys(turn.slice for turn in turns))
+    def coming(self) -> list[int]:
+        """Returns the parameters of planned gathers that have begun and that no code has asked for.
+
+        Of the slice that runs, and of those up to the one whose gather is next.
+        """
+        numbers: list[int] = []
+        seen: set[Slice] = set()
+        # Called at each gather, so without the calls that a comprehension makes.
+        for turn in self._turns[max(self._begun - 1, 0) : self._next + 1]:
+            one = turn.slice
+            if one.plan is not None and one not in seen:
+                seen.add(one)
+                for place in one.under_way:
+                    numbers.append(one.plan[place].number)
+        return numbers
 
     def due(self) -> Slice | None:
         """Returns whose gather is next; None if that is not known, or a slice without a plan."""
