@@ -254,7 +254,7 @@ unscale_gradients = _name(
 if not TYPE_CHECKING:
     TorchDispatchMode = _name(
         "torch.utils._python_dispatch.TorchDispatchMode",
-        "smp, for the forecast of memory and automatic partition,",
+        "smp, for the memory estimate and automatic partition,",
         "a mode whose __torch_dispatch__ sees each operation",
     )
     FakeTensor = _name(
@@ -274,7 +274,7 @@ if not TYPE_CHECKING:
     )
     StorageWeakRef = _name(
         "torch.multiprocessing.reductions.StorageWeakRef",
-        "smp, for the forecast of memory and activation offloading,",
+        "smp, for the memory estimate and activation offloading,",
         "a weak reference to a storage, whose `cdata` `storage_expired` takes",
     )
 FAKE_TENSORS: Any = () if is_absent(FakeTensor) else FakeTensor
@@ -306,7 +306,7 @@ storage_address = _reader(
 )
 storage_expired = _name(
     "torch.UntypedStorage._expired",
-    "smp, for the forecast of memory,",
+    "smp, for the memory estimate,",
     "it says whether a StorageWeakRef leads to nothing; StorageWeakRef.expired() does the same",
 )
 
@@ -378,17 +378,17 @@ saved_tensors_hooks_now = _name(
 )
 current_node = _name(
     "torch._C._current_autograd_node",
-    "smp, for the forecast of memory,",
+    "smp, for the memory estimate,",
     "the node that a backward pass runs on this thread, or None; torch.autograd.graph takes it",
 )
 next_sequence_number = _name(
     "torch._C._autograd._get_sequence_nr",
-    "smp, for the forecast of memory,",
+    "smp, for the memory estimate,",
     "the number of the next node of this thread; torch.fx.proxy reads it",
 )
 sequence_number = _reader(
     "torch._C._functions.AccumulateGrad._sequence_nr",
-    "smp, for the forecast of memory,",
+    "smp, for the memory estimate,",
     "a method of nodes: nodes made later have larger numbers",
 )
 set_sequence_number = _reader(

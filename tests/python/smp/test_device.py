@@ -78,7 +78,7 @@ MARKED = ["mlp", "encoder-decoder", "parametrized", "shared layer"]
 def offloaded() -> dict[str, Any]:
     """As `divided`, with activation checkpointing and offload; returns states in host memory."""
     there = begin()
-    offload._SMALL = 0
+    offload.SMALL = 0
     config = {"partitions": 2, "offload_activations": True, "activation_loading_horizon": 1}
     moved = []
     move_out = offload._HostMemory.move_out

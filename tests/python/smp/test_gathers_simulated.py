@@ -22,6 +22,7 @@ from smddp.modelparallel.core.errors import SMPPeerError
 from smddp.modelparallel.core.failure import PlanChangedError
 from smddp.modelparallel.core.order import Leader, TaskName
 from smddp.modelparallel.torch.sharding.gathers import Gathers, _Done
+from smddp.modelparallel.torch.sharding.group_calls import GroupCalls
 
 PARAMETERS = 5
 
@@ -35,11 +36,11 @@ class Entry:
         self.flat: Any = None
         self.shard = torch.tensor([10.0 * number + replica])
 
-    def show(self, flat: Any) -> None:
+    def unshard(self, flat: Any) -> None:
         assert self.flat is None
         self.flat = flat
 
-    def hide(self) -> bool:
+    def reshard(self) -> bool:
         self.flat = None
         return False
 
@@ -80,21 +81,21 @@ class Work:
         self.flat.copy_(torch.cat(self.meeting.result(self.number)))
 
 
-class Simulated(Gathers):
-    """Gathers that meet those of the other replicas in this process."""
+class Simulated(GroupCalls):
+    """Calls that meet those of the other replicas in this process."""
 
     def __init__(self, meeting: Meeting, replica: int) -> None:
-        super().__init__(None, 0, True, STALLED)  # type: ignore[arg-type]
+        super().__init__(None, "task")  # type: ignore[arg-type]
         self.meeting, self.replica = meeting, replica
 
-    def _gather(self, entry: Any, flat: Any) -> Any:
+    def gather(self, entry: Any, flat: Any) -> Any:
         number = self.meeting.join(self.replica, entry.number, entry.shard)
         return Work(self.meeting, number, flat)
 
-    def _compare(self, number: int) -> None:
+    def compare(self, number: int) -> None:
         said = self.meeting.result(self.meeting.join(self.replica, "say", number))
         if len(set(said)) > 1:
-            self._closed = True
+            self.closed = True
             assert -2 in said, said
             if number != -2:
                 raise SMPPeerError("the step failed on another replica")
@@ -114,9 +115,10 @@ class ShardedRank(Rank):
 
     def prepare(self, meeting: Meeting, degree: int) -> None:
         """Begins a case."""
-        self.gathers = Simulated(meeting, self.replica)
-        self.gathers.entries = [Entry(n, self.replica, degree) for n in range(PARAMETERS)]  # type: ignore[misc]
-        self.gathers._limit = self.job.limit
+        self.gathers = Gathers(None, self.job.limit, True, STALLED)  # type: ignore[arg-type]
+        self.gathers.calls = Simulated(meeting, self.replica)
+        entries: Any = [Entry(n, self.replica, degree) for n in range(PARAMETERS)]
+        self.gathers.calls.entries = entries
         assert self.baton.order is not None
         self.baton.order.observer = self.gathers
 
@@ -144,7 +146,7 @@ class ShardedRank(Rank):
         held = self.held.setdefault(name, set())
         draws = random.Random(f"{job.case} {job.variant_of(name)} {name} {number}")
         for _ in range(draws.randint(0, 3)):
-            entry: Any = self.gathers.entries[draws.randrange(PARAMETERS)]
+            entry: Any = self.gathers.calls.entries[draws.randrange(PARAMETERS)]
             if entry.number in held:
                 held.discard(entry.number)
                 self.gathers.release(entry)
@@ -159,7 +161,7 @@ class ShardedRank(Rank):
 
     def leave(self, name: TaskName) -> None:
         for number in sorted(self.held.pop(name, ())):
-            self.gathers.release(self.gathers.entries[number])
+            self.gathers.release(self.gathers.calls.entries[number])
 
     def end(self, failed: Any) -> None:
         """Ends the step, as `Executor` does."""
@@ -274,12 +276,12 @@ class ShardedJob(Job):
 
 def run(job: ShardedJob, cases: range) -> dict[str, int]:
     """Runs cases of eight schedules and more each; returns how often something happened."""
-    seen = {"ahead": 0, "redo": 0, "failed": 0, "schedules": 0}
+    seen = {"prefetched": 0, "redo": 0, "failed": 0, "schedules": 0}
 
     def step(again: bool = False) -> str:
         seen["schedules"] += 1
         how = job.step(1000 * job.case + seen["schedules"], again)
-        seen["ahead"] += sum(rank.gathers.ahead for rank in job.everybody())  # type: ignore[attr-defined]
+        seen["prefetched"] += sum(rank.gathers.prefetched for rank in job.everybody())  # type: ignore[attr-defined]
         if how:
             seen[how] += 1
         return how
@@ -332,51 +334,53 @@ def test_all_replicas_gather_the_same(ranks: int, replicas: int, cases: range) -
     assert seen["schedules"] >= 8 * len(cases)
 
 
-class Alone(Gathers):
-    """Notes its gathers, and does not wait for other ranks."""
+class Alone(GroupCalls):
+    """Notes gathers, and does not wait for other ranks."""
 
     def __init__(self) -> None:
-        super().__init__(None, 100, True, STALLED)  # type: ignore[arg-type]
+        super().__init__(None, "task")  # type: ignore[arg-type]
         self.entries = [Entry(n, 0, 1) for n in range(PARAMETERS)]  # type: ignore[misc]
         self.made: list[int] = []
 
-    def _gather(self, entry: Any, flat: Any) -> Any:
+    def gather(self, entry: Any, flat: Any) -> Any:
         self.made.append(entry.number)
         flat.copy_(entry.shard)
         return _Done()
 
-    def _compare(self, number: int) -> None:
+    def compare(self, number: int) -> None:
         pass
 
-    def run(self, name: str, numbers: list[int]) -> None:
-        """Runs a task of one slice that holds parameters one after the other."""
-        self.decided((name,))
-        self.begun()
-        for number in numbers:
-            self.hold(self.entries[number])
-            self.release(self.entries[number])
-        self.ended()
+
+def run_task(gathers: Gathers, name: str, numbers: list[int]) -> None:
+    """Runs a task of one slice that holds parameters one after the other."""
+    gathers.decided((name,))
+    gathers.begun()
+    for number in numbers:
+        gathers.hold(gathers.calls.entries[number])
+        gathers.release(gathers.calls.entries[number])
+    gathers.ended()
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_a_rank_that_leaves_a_plan_makes_its_gathers(goes_on: bool) -> None:
     """So it does if it runs another task before it hears that the step has failed."""
-    gathers = Alone()
+    gathers = Gathers(None, 100, True, STALLED)  # type: ignore[arg-type]
+    gathers.calls = alone = Alone()
     gathers.begin_step("step", again=False)
-    gathers.run("a", [1, 1, 2])  # the second time it has been kept
-    gathers.run("b", [])
+    run_task(gathers, "a", [1, 1, 2])  # the second time it has been kept
+    run_task(gathers, "b", [])
     gathers.over()
     gathers.end_step(failed=False)
     gathers.accept()
     gathers.leave_step()
-    gathers.made.clear()
+    alone.made.clear()
 
     gathers.begin_step("step", again=False)
     with pytest.raises(PlanChangedError):
-        gathers.run("a", [3])
+        run_task(gathers, "a", [3])
     if goes_on:
-        gathers.run("b", [])
+        run_task(gathers, "b", [])
     gathers.stopped()
     gathers.over()
     assert gathers.end_step(failed=True)
-    assert gathers.made == [1, 2]
+    assert alone.made == [1, 2]

@@ -121,7 +121,7 @@ def delayed_steps(name: str, schedules: range) -> tuple[list[int], float, int, i
         the longest step; in how many orders tasks have run; how often a thread has slept.
     """
     config = CONFIGS[name]
-    offload._SMALL = 0  # the arguments of these modules are small
+    offload.SMALL = 0  # the arguments of these modules are small
     delays = Delays()
     for owner, function in (
         (Executor, "send"),

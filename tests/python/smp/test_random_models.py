@@ -315,7 +315,7 @@ def trained(seeds: list[int], layout: tuple[Any, ...], degree: int = 1) -> dict[
         "offload_activations": 0 < share < 0.5, "tensor_parallel_degree": degree,
         "prescaled_batch": True, "_match_weights": True,
     })  # fmt: skip
-    offload._SMALL = 0
+    offload.SMALL = 0
     results: dict[int, list[Any]] = {}
     for seed in seeds:
         with smp.tensor_parallelism():

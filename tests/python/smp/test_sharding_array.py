@@ -170,7 +170,7 @@ def trained(rows: list[Row]) -> list[Any]:
         For each row: losses, state, the number of sharded parameters, and that of moved arguments.
     """
     gc.freeze()
-    offload._SMALL = 0  # the arguments of these models are small
+    offload.SMALL = 0  # the arguments of these models are small
     moved = []
     for mover in (offload._ScratchFile, offload._HostMemory):
         count_moves(mover, moved)

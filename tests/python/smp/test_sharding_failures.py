@@ -172,7 +172,7 @@ def memory_is_short(partitions: int, always: bool, moment: int) -> tuple[list[st
         count = itertools.count()
 
         def short(*sizes: Any, step: int = step, count: Any = count, **options: Any) -> Tensor:
-            here = sys._getframe(1).f_code.co_filename.endswith("sharding/gathers.py")
+            here = sys._getframe(1).f_code.co_filename.endswith("sharding/group_calls.py")
             if here and options.get("dtype") == torch.float32 and step == 1 and smp.rank() == 0:
                 number = next(count)
                 if number == moment or (always and number > moment):

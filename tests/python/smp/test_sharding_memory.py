@@ -20,7 +20,7 @@ import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.torch.checkpoint import safetensors
 from smddp.modelparallel.torch.delayed.record import Call
 from smddp.modelparallel.torch.model.runtime import ModelRuntime
-from smddp.modelparallel.torch.sharding.gathers import Gathers
+from smddp.modelparallel.torch.sharding.group_calls import GroupCalls
 
 pytestmark = pytest.mark.multiprocess
 
@@ -61,7 +61,7 @@ def memory(degree: int, limit: int) -> Any:
     peaks = []
     for _ in range(3):
         squares(model, torch.randn(8, WIDTH, requires_grad=True))
-        peaks.append(model.runtime.sharding.gathers.peak)
+        peaks.append(model.runtime.sharding.gathers.calls.peak)
         optimizer.step()
     rest = sum(p.untyped_storage().nbytes() for p in net.parameters())
     kept = [p.ds_tensor.untyped_storage().nbytes() for p in net.parameters() if p.dim() == 2]
@@ -91,13 +91,13 @@ def test_a_rank_keeps_its_share(ahead: bool, degree: int) -> None:
 
 def gathers_ahead() -> list[tuple[int, int]]:
     said: list[int] = []
-    original = Gathers._said
+    original = GroupCalls._said
 
-    def counted(self: Gathers, number: int) -> list[int]:
+    def counted(self: GroupCalls, number: int) -> list[int]:
         said.append(number)
         return original(self, number)
 
-    Gathers._said = counted  # type: ignore[method-assign]
+    GroupCalls._said = counted  # type: ignore[method-assign]
     config = {"ddp": True, "partitions": 2, "microbatches": 4}
     smp.init({**BY_HAND, **config, **shards(2, THRESHOLD)})
     net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
@@ -108,7 +108,7 @@ def gathers_ahead() -> list[tuple[int, int]]:
     for _ in range(5):
         said.clear()
         squares(model, torch.randn(8, 8))
-        found.append((len(said), model.runtime.sharding.gathers.ahead))
+        found.append((len(said), model.runtime.sharding.gathers.prefetched))
     assert model.runtime.steps == len(found), "no step was run again"
     return found
 

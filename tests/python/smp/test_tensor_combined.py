@@ -44,7 +44,7 @@ def trained(config: dict[str, Any], checkpoints: bool) -> dict[str, Any]:
     passes = config.pop("backward_passes_per_step", 1)
     common = {"ddp": True, "microbatches": MICROBATCHES, "tensor_parallel_degree": 2}
     smp.init({**common, "_match_weights": True, **config})
-    offload._SMALL = 0
+    offload.SMALL = 0
     with smp.model_creation(tensor_parallelism=True):
         module = ordinary()
     model = smp.DistributedModel(module, backward_passes_per_step=passes)

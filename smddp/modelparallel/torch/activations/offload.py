@@ -24,7 +24,7 @@ from smddp.modelparallel.torch.common.buffers import version_of
 __all__ = ["Offloader"]
 
 # Smaller tensors stay in memory: moving them takes longer than it is worth.
-_SMALL = 4096
+SMALL = 4096
 # Seconds that a task waits for the scratch file.
 _TIMEOUT = 300.0
 
@@ -142,7 +142,7 @@ class Offloader:
         """Says whether a tensor can leave memory, and whether that is worth it."""
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
             return False
-        if tensor.nbytes < _SMALL or 0 in tensor.stride() or tensor.is_inference():
+        if tensor.nbytes < SMALL or 0 in tensor.stride() or tensor.is_inference():
             return False
         if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return False

@@ -10,8 +10,7 @@ from typing import Any
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.torch.common.example import Example
 from smddp.modelparallel.torch.footprint.census import Census, count
-from smddp.modelparallel.torch.footprint.facts import choices_of, facts_of, profile_of
-from smddp.modelparallel.torch.footprint.forecast import (
+from smddp.modelparallel.torch.footprint.estimate import (
     FIRST,
     KINDS,
     LATER,
@@ -19,14 +18,15 @@ from smddp.modelparallel.torch.footprint.forecast import (
     Bytes,
     Choices,
     Facts,
-    forecast,
+    estimate,
 )
+from smddp.modelparallel.torch.footprint.facts import choices_of, facts_of, profile_of
 from smddp.modelparallel.torch.job.meeting import gathered
 from smddp.modelparallel.torch.job.state import state
 from smddp.modelparallel.torch.model.runtime import ModelRuntime
 from smddp.modelparallel.torch.optimizer.half import to_half
 
-__all__ = ["MemoryReport", "RankMemory", "forecast_inputs", "memory"]
+__all__ = ["MemoryReport", "RankMemory", "estimate_inputs", "memory"]
 
 _MIB = 2**20
 
@@ -230,7 +230,7 @@ def _runtime(call: str) -> ModelRuntime:
     return runtime
 
 
-def forecast_inputs(
+def estimate_inputs(
     runtime: ModelRuntime, example: Example | None = None
 ) -> tuple[Facts, Choices, list[str]]:
     """Returns what predictions are made of, and notes about what is not known.
@@ -262,11 +262,11 @@ def _predictions(
     """Returns the predictions for each rank, by its places in the pipeline and its rdp group."""
     if not runtime.divided:
         return {}, ["nothing is predicted before the first step has divided the model"]
-    facts, choices, notes = forecast_inputs(runtime, example)
+    facts, choices, notes = estimate_inputs(runtime, example)
     found = {}
     for part in range(choices.partitions):
-        once = forecast(facts, choices, part, 0)
+        once = estimate(facts, choices, part, 0)
         for replica in range(choices.copies):
             again = choices.shard_optimizer_state and replica > 0
-            found[part, replica] = forecast(facts, choices, part, replica) if again else once
+            found[part, replica] = estimate(facts, choices, part, replica) if again else once
     return found, notes

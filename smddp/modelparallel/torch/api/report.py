@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.topology import CommGroup
-from smddp.modelparallel.torch.api.memory import forecast_inputs
+from smddp.modelparallel.torch.api.memory import estimate_inputs
 from smddp.modelparallel.torch.footprint.advice import Proposal, bytes_of, most_needed, proposals
 from smddp.modelparallel.torch.job.messenger import Messenger
 from smddp.modelparallel.torch.job.state import state
@@ -107,7 +107,7 @@ def _advice(runtime: ModelRuntime, limit: int) -> str:
             "smp.explain with a memory limit: call it on rank 0 of the pipeline, which knows the "
             "arguments of the model"
         )
-    facts, choices, notes = forecast_inputs(runtime)
+    facts, choices, notes = estimate_inputs(runtime)
     now = most_needed(facts, choices)
     need = f"a rank needs {_size(now)} at most; the limit is {_size(limit)}"
     if now <= limit:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smddp.modelparallel.core.errors import SMPUsageError
+from smddp.modelparallel.torch.data_parallel.values import ReplicaValues
 
 __all__ = ["Join"]
 
@@ -21,17 +22,16 @@ class Replicas(Protocol):
     Attributes:
         group, size: the replicas of this rank's partition.
         parameters: those of this rank that get gradients; none before the model is divided.
+        values: what all replicas have in common.
     """
 
     group: dist.ProcessGroup
     size: int
     parameters: list[nn.Parameter]
+    values: ReplicaValues
 
     def shadow_step(self, source: int) -> None:
         """Takes part in a step of the others with zeros, and with the buffers of `source`."""
-
-    def synchronise(self, source: int) -> None:
-        """Copies the parameters and buffers of a replica."""
 
 
 class Join:
@@ -78,7 +78,7 @@ class Join:
             raise SMPUsageError("join() needs at least one batch on every replica")
         while (first := self._first(active=False)) < self._replicas.size:
             self._replicas.shadow_step(first)
-        self._replicas.synchronise(self._most_advanced())
+        self._replicas.values.copy(self._most_advanced())
 
     def _first(self, active: bool) -> int:
         """Returns the first active replica; if none is active, the number of replicas."""

@@ -41,6 +41,7 @@ from smddp._torch_internals import (
 )
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.logs import frame_outside
+from smddp.modelparallel.torch.common.placeholder import about
 from smddp.modelparallel.torch.delayed.record import (
     Call,
     Constant,
@@ -60,15 +61,6 @@ _DATA: Any = torch.Tensor.data
 # The attribute of a delayed tensor that has its `Value`.
 _VALUE = "_smp_value"
 
-# They return no tensor, and depend on values.
-_READS = {local_scalar_dense, _aten.equal.default}
-# They write each element of their first argument, and do not depend on its values.
-_OVERWRITES = frozenset(
-    (  # noqa: SIM905
-        "copy_ fill_ zero_ uniform_ normal_ random_ bernoulli_ exponential_ geometric_ cauchy_ "
-        "log_normal_"
-    ).split()
-)
 # Operations that make a tensor of random numbers -> those that write the same numbers into one.
 _INTO = {
     _aten.rand.default: _aten.rand.out,
@@ -295,10 +287,11 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
         written = _written(func, args, kwargs)
         if self.settled and delayed:
             return self._run(func, leaves, spec, written)
-        if func in _READS or any(not isinstance(one, FakeTensor) for one in written):
+        reads = func is local_scalar_dense or about(func).reads
+        if reads or any(not isinstance(one, FakeTensor) for one in written):
             return self._on_values(func, leaves, spec)
         random = torch.Tag.nondeterministic_seeded in func.tags
-        if random and written and _name(func) in _OVERWRITES:
+        if random and written and about(func).overwrites:
             return self._draw_in_place(func, leaves, spec)
         state = self._draw(func, leaves, spec, kwargs) if random else None
         if isinstance(state, torch.Tensor):
@@ -367,7 +360,7 @@ class Recorder(FakeTensorMode):  # type: ignore[no-untyped-call]
             elif isinstance(leaf, torch.Tensor):
                 kept[place] = Constant(leaf)
         overwrites = False
-        if written and _name(func) in _OVERWRITES:
+        if written and about(func).overwrites:
             value = _before(written[0])
             others = [one for one in kept[1:] if isinstance(one, Value)]
             overwrites = value.geometry.covers(value.memory.storage.nbytes()) and all(
@@ -546,11 +539,6 @@ def _refusal(tensor: torch.Tensor, why: str) -> SMPUsageError:
 def _wants_meta(kwargs: Mapping[str, Any]) -> bool:
     device = kwargs.get("device")
     return device is not None and torch.device(device).type == "meta"
-
-
-def _name(func: Any) -> str:
-    name: str = operation_schema(func).name.rpartition("::")[2]
-    return name
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.solver import divide_exactly
-from smddp.modelparallel.torch.footprint.forecast import Choices, Facts, forecast
+from smddp.modelparallel.torch.footprint.estimate import Choices, Facts, estimate
 from smddp.modelparallel.torch.footprint.profile import Profile
 from smddp.modelparallel.torch.partition.trace import Trace
 from smddp.modelparallel.torch.partition.units import Units
@@ -80,7 +80,7 @@ def most_needed(facts: Facts, choices: Choices) -> int:
         one.total
         for part in range(choices.partitions)
         for replica in replicas
-        for one in forecast(facts, choices, part, replica).values()
+        for one in estimate(facts, choices, part, replica).values()
     )
 
 

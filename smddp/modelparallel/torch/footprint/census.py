@@ -15,7 +15,7 @@ from smddp._torch_internals import (
     storage_expired,
 )
 from smddp.modelparallel.torch.common.structure import tensors_in
-from smddp.modelparallel.torch.footprint.forecast import KINDS, Bytes
+from smddp.modelparallel.torch.footprint.estimate import KINDS, Bytes
 
 __all__ = ["Census", "count"]
 

@@ -1,4 +1,4 @@
-"""What `forecast` needs to know of the model, the optimizers and the configuration in force."""
+"""What `estimate` needs to know of the model, the optimizers and the configuration in force."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import nn
 
 from smddp.modelparallel.torch.common.example import Example
 from smddp.modelparallel.torch.common.structure import tensors_in
-from smddp.modelparallel.torch.footprint.forecast import Choices, Facts, Parameter
+from smddp.modelparallel.torch.footprint.estimate import Choices, Facts, Parameter
 from smddp.modelparallel.torch.footprint.profile import Profile, profile_model
 from smddp.modelparallel.torch.job.state import State
 from smddp.modelparallel.torch.model.runtime import ModelRuntime
 from smddp.modelparallel.torch.optimizer.half import HALF
 from smddp.modelparallel.torch.pipeline.remote_tensor import RemoteTensor
+from smddp.modelparallel.torch.sharding.rules import is_divisible
 
 __all__ = ["choices_of", "facts_of", "profile_of"]
 
@@ -40,7 +41,7 @@ def choices_of(state: State, runtime: ModelRuntime) -> Choices:
         bucket=cfg.sdp_reduce_bucket_size,
         horizon=cfg.activation_loading_horizon,
         half=runtime.half is not None,
-        views=runtime.data_parallel.views,
+        views=runtime.data_parallel.buckets.views,
         checkpoints=tuple(runtime.checkpoints.regions()) if runtime.divided else (),
         tensor=topology.tp_size,
         prescaled=cfg.prescaled_batch,
@@ -94,13 +95,13 @@ def facts_of(
                 numel=parameter.numel(),
                 size=parameter.dtype.itemsize,
                 gradient=gradient.itemsize,
-                master=4 if half and id(parameter) in states else 0,
+                main=4 if half and id(parameter) in states else 0,
                 state=states.get(id(parameter), (0, 0))[0],
                 scalars=states.get(id(parameter), (0, 0))[1],
                 trains=parameter.requires_grad,
                 stepped=id(parameter) in states,
-                divisible=parameter.dim() > 0 and parameter.is_floating_point(),
-                split=runtime.data_parallel.is_divided(parameter),
+                divisible=is_divisible(parameter),
+                split=runtime.data_parallel.holders.is_divided(parameter),
             )
         )
     return Facts(found, own, _buffers(modules), copies, profile), notes
@@ -148,7 +149,7 @@ def _states(optimizer: Any, half: bool) -> dict[int, tuple[int, int]] | None:
     for name in [name for name in copied.__dict__ if name.endswith("_hooks")]:
         copied.__dict__[name] = collections.OrderedDict()
     copied.state = collections.defaultdict(dict)
-    copied.param_groups, stand_ins = [], {}
+    copied.param_groups, shapes = [], {}
     for group in optimizer.param_groups:
         with_shapes = []
         for parameter in group["params"]:
@@ -160,7 +161,7 @@ def _states(optimizer: Any, half: bool) -> dict[int, tuple[int, int]] | None:
             )
             if whole.requires_grad:
                 shape.grad = torch.empty_like(shape)
-            stand_ins[id(whole)] = shape
+            shapes[id(whole)] = shape
             with_shapes.append(shape)
         off = {name: False for name in ("fused", "foreach", "capturable") if name in group}
         copied.param_groups.append({**group, **off, "params": with_shapes})
@@ -168,7 +169,7 @@ def _states(optimizer: Any, half: bool) -> dict[int, tuple[int, int]] | None:
         copied.step()
     except Exception:
         return _present(optimizer)
-    return {key: _sizes(copied.state.get(shape, {}), shape) for key, shape in stand_ins.items()}
+    return {key: _sizes(copied.state.get(shape, {}), shape) for key, shape in shapes.items()}
 
 
 def _sizes(own: Any, parameter: torch.Tensor) -> tuple[int, int]:

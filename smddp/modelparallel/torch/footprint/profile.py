@@ -1,7 +1,7 @@
 """Runs the model on fake tensors, forward and backward, and notes when memory is needed.
 
 Nothing is computed or allocated. The result does not depend on how the model is divided, or on what
-is computed again: `forecast.py` asks it for any such choice.
+is computed again: `estimate.py` asks it for any such choice.
 """
 
 from __future__ import annotations

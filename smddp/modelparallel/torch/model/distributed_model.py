@@ -16,8 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from smddp._torch_internals import check_modules, until_undone
 from smddp.modelparallel.core.errors import SMPInitializationError, SMPUsageError
 from smddp.modelparallel.torch.common.example import Example
+from smddp.modelparallel.torch.common.placeholder import force
 from smddp.modelparallel.torch.common.structure import map_tensors
-from smddp.modelparallel.torch.data_parallel.reducer import DataParallel, Ranks
+from smddp.modelparallel.torch.data_parallel.holders import Ranks
+from smddp.modelparallel.torch.data_parallel.reducer import DataParallel
 from smddp.modelparallel.torch.delayed.life import is_delayed
 from smddp.modelparallel.torch.job.state import state
 from smddp.modelparallel.torch.model.queries import ModelQueries
@@ -25,7 +27,6 @@ from smddp.modelparallel.torch.model.runtime import ModelRuntime
 from smddp.modelparallel.torch.model.same_batch import seed_of_batch
 from smddp.modelparallel.torch.optimizer.clipping import clip_grad_norm, patch_clipping
 from smddp.modelparallel.torch.optimizer.half import to_float, to_half
-from smddp.modelparallel.torch.pipeline.lazy import force
 from smddp.modelparallel.torch.pipeline.microbatch import divided_arguments
 from smddp.modelparallel.torch.pipeline.randomness import draw_seed, seeded
 from smddp.modelparallel.torch.pipeline.remote_tensor import RemoteTensor, retype
@@ -172,8 +173,8 @@ class DistributedModel(ModelQueries):
             gradient_as_bucket_view,
         )
         if topology.tp_size > 1:
-            data_parallel.divided = Ranks(state.groups.of_steps("rdp"), topology.rdp_size)
-            data_parallel.is_divided = lambda parameter: division_of(parameter) is not None
+            data_parallel.holders.divided = Ranks(state.groups.of_steps("rdp"), topology.rdp_size)
+            data_parallel.holders.is_divided = lambda parameter: division_of(parameter) is not None
         patch_clipping()
         # Not by nn.Module.__setattr__, because it does not belong to the model.
         self.__dict__["runtime"] = ModelRuntime(
@@ -270,8 +271,8 @@ class DistributedModel(ModelQueries):
                     "function decorated with smp.step"
                 )
             torch.autograd.backward(self._scaled(roots), given)
-            if self.runtime.stand_ins is not None:
-                self.runtime.stand_ins.note_new_gradients()
+            if self.runtime.main_parameters is not None:
+                self.runtime.main_parameters.note_new_gradients()
             return
         frame = task.frame
         roots = self._scaled([force(root) for root in roots])
@@ -288,8 +289,8 @@ class DistributedModel(ModelQueries):
             executor.enter(frame, True)
 
     def _scaled(self, roots: list[torch.Tensor]) -> list[torch.Tensor]:
-        stand_ins = self.runtime.stand_ins
-        scale = 1.0 if stand_ins is None else stand_ins.scaler.loss_scale
+        main_parameters = self.runtime.main_parameters
+        scale = 1.0 if main_parameters is None else main_parameters.scaler.loss_scale
         return roots if scale == 1 else [root.float() * scale for root in roots]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -360,8 +361,8 @@ class DistributedModel(ModelQueries):
         """
         state.refuse_alone_in_step("model.load_state_dict()")
         result = self.runtime.model_state.load(state_dict, strict, same_partition_load)
-        if self.runtime.stand_ins is not None:
-            self.runtime.stand_ins.copy_from_parameters()
+        if self.runtime.main_parameters is not None:
+            self.runtime.main_parameters.copy_from_parameters()
         return result
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
@@ -402,7 +403,7 @@ class DistributedModel(ModelQueries):
                 "register_comm_hook does not work with tensor_parallel_degree greater than 1: "
                 "gradients of divided parameters are averaged over other ranks than the rest"
             )
-        self.runtime.data_parallel.hook = lambda bucket: callable(state, bucket)
+        self.runtime.data_parallel.buckets.hook = lambda bucket: callable(state, bucket)
 
     def join(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context in which replicas may have different numbers of batches.

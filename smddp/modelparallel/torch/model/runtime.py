@@ -34,7 +34,7 @@ from smddp.modelparallel.torch.model.activation_checkpoints import ActivationChe
 from smddp.modelparallel.torch.model.same_batch import compare_settings
 from smddp.modelparallel.torch.model.state_dict import ModelState
 from smddp.modelparallel.torch.optimizer.half import half_precision
-from smddp.modelparallel.torch.optimizer.stand_ins import StandIns
+from smddp.modelparallel.torch.optimizer.main_parameters import MainParameters
 from smddp.modelparallel.torch.partition.decide import decide_and_report
 from smddp.modelparallel.torch.partition.placement import Decision, Placement
 from smddp.modelparallel.torch.pipeline.executor import Executor
@@ -69,7 +69,7 @@ class ModelRuntime:
         knew_counts: had a step with gradients been made before the last one? See `GradientSum`.
         order_mattered: has the order of the microbatches mattered in this step, on this replica?
             None if that is not known.
-        updates_masters: are the gradients of this step copied to master weights at its end?
+        updates_masters: are the gradients of this step copied to main parameters at its end?
         device: of the parameters and buffers that live here.
         buffers: those that live here; none before the model is divided.
         half: the half-precision dtype in which the model computes; None for full precision.
@@ -133,11 +133,11 @@ class ModelRuntime:
         self._sum = GradientSum(data_parallel.final)
         cfg = state.cfg
         if state.groups.sharding is not None:
-            self.sharding = data_parallel.shards = Sharding(
+            self.sharding = data_parallel.holders.shards = Sharding(
                 state.groups.sharding,
                 modules,
                 data_parallel.final,
-                data_parallel.holders,
+                data_parallel.holders.of,
                 cfg.sdp_param_persistence_threshold,
                 cfg.sdp_max_live_parameters,
                 cfg.sdp_reduce_bucket_size,
@@ -509,7 +509,7 @@ class ModelRuntime:
         except Exception as error:
             # If a hook has failed on the only partition, all ranks know. For other partitions the
             # step has succeeded, and they cannot undo it.
-            if self.executor.size > 1 or error is not self.data_parallel.hook_failure:
+            if self.executor.size > 1 or error is not self.data_parallel.buckets.hook_failure:
                 raise
             return error
         # If other calls wait from now on, tasks will be divided at other places.
@@ -523,10 +523,10 @@ class ModelRuntime:
 
     def note_success(self) -> None:
         """Uses the new gradients."""
-        if self.stand_ins is not None:
-            self.stand_ins.note_new_gradients()
+        if self.main_parameters is not None:
+            self.main_parameters.note_new_gradients()
             if self.updates_masters:
-                self.stand_ins.update()
+                self.main_parameters.update()
         self._warn_of_nothing_offloaded()
         self._run_hooks("step")
 
@@ -618,8 +618,9 @@ class ModelRuntime:
             if gradient.requires_grad:  # made with create_graph=True; sums are changed in place
                 gradient = gradient.detach().clone()
             self._sum.add(parameter, frame.microbatch, gradient, frame.path)
-            if self.data_parallel.hook_failure is not None:
-                raise self.data_parallel.hook_failure  # fails the step on all ranks of the pipeline
+            failure = self.data_parallel.buckets.hook_failure
+            if failure is not None:
+                raise failure  # fails the step on all ranks of the pipeline
 
     def _mean_over_batches(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns the gradient of a divided parameter for the mean of the tp group's losses.
@@ -660,10 +661,10 @@ class ModelRuntime:
         return local if self.sharding is None else [self.sharding.local(p) for p in local]
 
     @property
-    def stand_ins(self) -> StandIns | None:
+    def main_parameters(self) -> MainParameters | None:
         """What the last optimizer has in place of parameters; None if it has the parameters."""
         optimizer = self._state.current_optimizer()
-        return None if optimizer is None else optimizer._smp_state.stand_ins
+        return None if optimizer is None else optimizer._smp_state.main
 
 
 def _executor(state: State) -> Executor:

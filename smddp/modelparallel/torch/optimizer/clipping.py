@@ -15,7 +15,7 @@ from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.torch.common.lost import smp_errors
 from smddp.modelparallel.torch.job.state import state
 from smddp.modelparallel.torch.optimizer import watch
-from smddp.modelparallel.torch.sharding.shard import Shard
+from smddp.modelparallel.torch.sharding.shard import ParameterShard
 from smddp.modelparallel.torch.tensor.division import division_of
 
 __all__ = ["clip_grad_norm", "global_norm", "largest", "patch_clipping", "whole_norm"]
@@ -48,7 +48,7 @@ def whole_norm(tensor: torch.Tensor, like: torch.Tensor, norm_type: float = 2.0)
 
 def _groups_of(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     """Returns the groups whose ranks have different parts of a parameter, one after the other."""
-    groups = [parameter.group] if isinstance(parameter, Shard) else []
+    groups = [parameter.group] if isinstance(parameter, ParameterShard) else []
     if division_of(parameter) is not None:
         groups.append(state.groups.of_steps("tp"))
     return tuple(groups)
@@ -134,7 +134,7 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
 
     Unlike `torch.nn.utils.clip_grad_norm_` it uses the parameters of all partitions. All ranks of
     the pipeline have to call it, after the step. With fp16 or bf16 in the configuration it clips
-    the gradients of the master weights.
+    the gradients of the main parameters.
 
     While there is a model, `clip_grad_norm_`, `get_total_norm` and `clip_grads_with_norm_` of
     `torch.nn.utils` do so, too, and in half precision `clip_grad_value_`. `get_total_norm` gets the
@@ -160,12 +160,12 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         raise SMPUsageError("there is no smp.DistributedModel")
     _check_outside_step()
     parameters = model.runtime.optimised()
-    stand_ins = model.runtime.stand_ins
-    if stand_ins is not None and stand_ins.half:
-        stand_ins.prepare()
-        if stand_ins.overflow:
+    main = model.runtime.main_parameters
+    if main is not None and main.half:
+        main.prepare()
+        if main.overflow:
             return torch.tensor(-1.0)
-        parameters = stand_ins.masters()
+        parameters = main.all()
     total = global_norm(parameters, norm_type)
     CLIP_WITH_NORM.original(parameters, max_norm, total)
     return total
@@ -198,22 +198,22 @@ def _used(given: Sequence[torch.Tensor], norm: bool = False) -> list[Any] | None
     All ranks of the model have to call it.
 
     Args:
-        given: parameters, masters or shards.
+        given: parameters, main parameters or shards.
         norm: their norm over all ranks is to be taken; see `_note_norm`.
 
     Returns:
-        Masters, shards or the parameters themselves; None if none of them is of the model.
+        Main parameters, shards or the parameters themselves; None if none of them is of the model.
 
     Raises:
         SMPUsageError: the call is inside a step, or the ranks are in different calls.
     """
     model = state.current_model()
     own = set() if model is None else {id(parameter) for parameter in model.parameters()}
-    masters: Any = None if model is None else model.runtime.stand_ins
-    if masters is not None and masters.half:
-        own |= {id(master) for master in masters.masters()}
+    main: Any = None if model is None else model.runtime.main_parameters
+    if main is not None and main.half:
+        own |= set(map(id, main.all()))
     # A rank may have none of the parameters that others have, and still has to take part.
-    if given and not any(isinstance(one, Shard) or id(one) in own for one in given):
+    if given and not any(isinstance(one, ParameterShard) or id(one) in own for one in given):
         if norm:
             _note_norm()
         return None
@@ -222,11 +222,11 @@ def _used(given: Sequence[torch.Tensor], norm: bool = False) -> list[Any] | None
         _note_norm()
         _compare_norms(not given)
     sharding = None if model is None else model.runtime.sharding
-    if masters is not None and masters.half:
-        # Gradients of parameters are scaled; those of masters are what the optimizer uses. After an
-        # overflow the norm is not finite, and the optimizer uses none.
-        masters.prepare()
-        found: list[Any] = masters.masters_of(given)
+    if main is not None and main.half:
+        # Gradients of parameters are scaled; the optimizer uses those of main parameters. After an
+        # overflow the norm is not finite, and it uses none.
+        main.prepare()
+        found: list[Any] = main.of(given)
         return found
     return list(given) if sharding is None else [sharding.local(one) for one in given]
 

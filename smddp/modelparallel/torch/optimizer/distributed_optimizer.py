@@ -23,8 +23,8 @@ from smddp.modelparallel.torch.optimizer import watch
 from smddp.modelparallel.torch.optimizer.clipping import clip_grad_norm
 from smddp.modelparallel.torch.optimizer.half import half_precision
 from smddp.modelparallel.torch.optimizer.loss_scale import make_scaler
+from smddp.modelparallel.torch.optimizer.main_parameters import MainParameters
 from smddp.modelparallel.torch.optimizer.shards import SHARD, Shards, check_complete
-from smddp.modelparallel.torch.optimizer.stand_ins import StandIns
 from smddp.modelparallel.torch.partition.placement import MARKER, Placement
 from smddp.modelparallel.torch.sharding.joined import SHARDS, form_of, united
 from smddp.modelparallel.torch.sharding.sharding import Sharding
@@ -32,7 +32,7 @@ from smddp.modelparallel.torch.tensor import division
 
 __all__ = ["FP16_STATES", "DistributedOptimizer", "merged"]
 
-# Key of a state dict: the master weights, by number of the parameter, and the loss scale.
+# Key of a state dict: the main parameters, by number of the parameter, and the loss scale.
 FP16_STATES = "fp16_states"
 
 
@@ -98,16 +98,16 @@ class DistributedOptimizer(metaclass=_IsPatched):
         half, sharded = half_precision() is not None, state.groups.sharding is not None
         if sharded or state.topology.tp_size > 1:
             _refuse_by_class(optimizer, sharded)
-        stand_ins = None
+        main = None
         if half or sharded:
             used = scaler if half else make_scaler(1.0, False, {})
-            stand_ins = StandIns(optimizer, used, half)
+            main = MainParameters(optimizer, used, half)
         if not half and (dynamic_loss_scale or scaler.loss_scale != 1) and state.topology.rank == 0:
             warn_user(
                 "smp.DistributedOptimizer scales losses only with fp16: True in the configuration; "
                 "with torch.autocast, use smp.amp.GradScaler"
             )
-        helper = _State(optimizer, stand_ins)
+        helper = _State(optimizer, main)
         model = state.current_model()
         if model is not None:
             helper.check(model)
@@ -124,12 +124,12 @@ class DistributedOptimizer(metaclass=_IsPatched):
         if sharded:
             # Scripts log it after each batch, also of those before the first step.
             optimizer._global_grad_norm = 0.0
-        if stand_ins is not None:
+        if main is not None:
             if hasattr(optimizer, "add_param_group"):
                 add = types.MethodType(_patches.add_param_group, optimizer)
                 optimizer.add_param_group = add
             if half:
-                _add_names_of_fp16(optimizer, stand_ins)
+                _add_names_of_fp16(optimizer, main)
         state.optimizers.append(weakref.ref(optimizer))
         if model is not None and model.partitioned:
             helper.adopt(model.runtime.placement, model.runtime.sharding)
@@ -162,12 +162,12 @@ def _refuse_by_class(optimizer: Any, sharded: bool) -> None:
             )
 
 
-def _add_names_of_fp16(optimizer: Any, masters: StandIns) -> None:
+def _add_names_of_fp16(optimizer: Any, main: MainParameters) -> None:
     """Adds the attributes that scripts for fp16 use; the names are those of NVIDIA Apex."""
     # In Apex this is the wrapped optimizer; scripts pass it to learning rate schedules.
     optimizer.optimizer = optimizer
-    optimizer.loss_scaler = masters.scaler
-    optimizer.loss_scale, optimizer.overflow = masters.scaler.loss_scale, False
+    optimizer.loss_scaler = main.scaler
+    optimizer.loss_scale, optimizer.overflow = main.scaler.loss_scale, False
     optimizer.fp32_from_fp16_groups = []
     optimizer.clip_master_grads = clip_grad_norm
     optimizer.update_master_grads = types.MethodType(_patches.update_master_grads, optimizer)
@@ -199,8 +199,8 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
                 "optimizer.step() has to be outside the function decorated with smp.step: only "
                 "there the gradients of all microbatches are complete"
             )
-        model, stand_ins = state.current_model(), self._smp_state.stand_ins
-        half = stand_ins is not None and stand_ins.half
+        model, main = state.current_model(), self._smp_state.main
+        half = main is not None and main.half
         if half and self is not state.current_optimizer():
             raise SMPUsageError(
                 "with fp16 or bf16 only the last smp.DistributedOptimizer has master weights, and "
@@ -217,7 +217,7 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
 
     @staticmethod
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Clears the gradients on this rank, those of master weights, too.
+        """Clears the gradients on this rank, those of main parameters, too.
 
         Raises:
             SMPUsageError: the body of a step calls it. There gradients from before the step have
@@ -226,21 +226,21 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
         state.refuse_in_step(
             "optimizer.zero_grad()", "gradients of earlier steps are added when the step ends"
         )
-        stand_ins = self._smp_state.stand_ins
-        if stand_ins is not None and stand_ins.half:
-            stand_ins.zero_grad(*args, **kwargs)
+        main = self._smp_state.main
+        if main is not None and main.half:
+            main.zero_grad(*args, **kwargs)
         else:
             self._smp_state.clear(*args, **kwargs)
 
     @staticmethod
     def update_master_grads(self: Any) -> None:
-        """Copies the gradients to the master weights; see `StandIns.update`.
+        """Copies the gradients to the main parameters; see `MainParameters.update`.
 
         Raises:
             SMPUsageError: the body of a step calls it.
         """
         state.refuse_in_step("optimizer.update_master_grads()")
-        self._smp_state.stand_ins.update()
+        self._smp_state.main.update()
 
     @staticmethod
     def state_dict(self: Any) -> Any:
@@ -291,14 +291,14 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
 
     @staticmethod
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        """Adds a group as the optimizer's own method does, and puts stand-ins into it.
+        """Adds a group as the optimizer's own method does, and puts main parameters into it.
 
         Raises:
             ValueError: another group has one of its parameters.
         """
         present = set(self._smp_state.indices())
         type(self).add_param_group(self, param_group)
-        # The optimizer's own check sees stand-ins, not the parameters for which they stand.
+        # The optimizer's own check sees main parameters, not those of the model.
         if any(id(parameter) in present for parameter in self.param_groups[-1]["params"]):
             del self.param_groups[-1]
             raise ValueError("some parameters appear in more than one parameter group")
@@ -310,7 +310,7 @@ class _patches:  # noqa: N801  a namespace of functions that become methods of t
     def backward(self: Any, loss: torch.Tensor, update_master_grads: bool = True) -> None:
         """Does what `smp.DistributedModel.backward` does, for a loss.
 
-        With `update_master_grads` it also copies the gradients to the master weights as soon as
+        With `update_master_grads` it also copies the gradients to the main parameters as soon as
         they are complete: in a step, at its end, before the hooks of `register_post_step_hook`.
         Otherwise the script calls `optimizer.update_master_grads`, or `clip_master_grads` or `step`
         does that.
@@ -337,13 +337,13 @@ class _State:
     """Gathers and loads the state of one optimizer.
 
     Attributes:
-        stand_ins: what the optimizer has in place of parameters; None if it has the parameters.
+        main: what the optimizer has in place of parameters; None if it has them.
         counted: the wrapper that a learning rate schedule has put around `step`; None without one.
         shards: which replica steps which parameter; None if each steps all of them.
     """
 
-    def __init__(self, optimizer: Any, stand_ins: StandIns | None) -> None:
-        self.stand_ins = stand_ins
+    def __init__(self, optimizer: Any, main: MainParameters | None) -> None:
+        self.main = main
         self.shards = _shards(optimizer)
         self._watched = False
         self._optimizer = weakref.ref(optimizer)
@@ -357,7 +357,7 @@ class _State:
             self._step = lambda _, *args, **kwargs: counted(*args, **kwargs)
         self._deferred: Mapping[str, Any] | None = None
         # The model, and the parameters of the optimizer that `check` has found in it. A script may
-        # put master weights of its own in their place afterwards.
+        # put main parameters of its own in their place afterwards.
         self._checked: tuple[weakref.ref[Any], list[Any]] | None = None
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -401,7 +401,7 @@ class _State:
         inner = functools.partial(self._step, self._optimizer(), *args, **kwargs)
         if watched:
             inner = functools.partial(self._step_watched, inner)
-        return inner() if self.stand_ins is None else self.stand_ins.step(inner)
+        return inner() if self.main is None else self.main.step(inner)
 
     def _step_watched(self, inner: Any) -> Any:
         """Does the first step with gradients, and warns if it reduces over parameters."""
@@ -425,22 +425,22 @@ class _State:
 
     def optimised(self) -> list[Any]:
         """Returns what has the gradients, also of parameters that other replicas step."""
-        groups, stand_ins = self._groups(), self.stand_ins
+        groups, main = self._groups(), self.main
         if self.shards is None:
             parameters = [parameter for group in groups for parameter in group["params"]]
         else:
             parameters = self.shards.all_parameters(groups)
-        return parameters if stand_ins is None else [stand_ins.with_gradient(p) for p in parameters]
+        return parameters if main is None else [main.with_gradient(p) for p in parameters]
 
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns what the optimizer keeps, masters included, and the gradients of stand-ins."""
+        """Returns what the optimizer keeps, main parameters too, and the gradients of those."""
         own = tensors_in(list(getattr(self._optimizer(), "state", {}).values()))
-        masters, gradients = ([], []) if self.stand_ins is None else self.stand_ins.tensors()
+        masters, gradients = ([], []) if self.main is None else self.main.tensors()
         return [*own, *masters], gradients
 
     def original(self, parameter: Any) -> Any:
         """Returns the model's parameter for one of the optimizer."""
-        return parameter if self.stand_ins is None else self.stand_ins.original(parameter)
+        return parameter if self.main is None else self.main.original(parameter)
 
     def check(self, model: Any, placement: Placement | None = None) -> None:
         """Raises SMPUsageError if a parameter that requires gradients is not the model's.
@@ -489,8 +489,8 @@ class _State:
             return {**own, MARKER: True}
         mine = self._local_indices()
         own["state"] = {i: entry for i, entry in own["state"].items() if i in mine}
-        if self.stand_ins is not None and self.stand_ins.half:
-            own[FP16_STATES] = self.stand_ins.state_dict(self.indices())
+        if self.main is not None and self.main.half:
+            own[FP16_STATES] = self.main.state_dict(self.indices())
         if self._deferred is not None:
             own.update(tree_map(with_values, self._parts(self._deferred, mine)))
         forms = {i: form for i, form in self._forms().items() if i in mine}
@@ -535,7 +535,7 @@ class _State:
                 given = _merged_over(state.groups.of("rdp"), given, call)
             entries = self._whole(given, call)
         entries.pop(MARKER, None)
-        waits = self.stand_ins is not None and model is None
+        waits = self.main is not None and model is None
         if waits or (model is not None and not model.partitioned):
             self._deferred = entries
             if "state" in entries:
@@ -549,9 +549,9 @@ class _State:
         if self.shards is not None:
             self._assign(placement)
         self._place_first_state(placement)
-        if self.stand_ins is not None:
+        if self.main is not None:
             steps = (lambda _: True) if self.shards is None else self.shards.steps
-            self.stand_ins.adopt(placement, sharding, steps)
+            self.main.adopt(placement, sharding, steps)
         if self._deferred is not None:
             entries, self._deferred = dict(self._deferred), None
             if "param_groups" in entries:
@@ -591,7 +591,7 @@ class _State:
 
     def _entries(self) -> dict[int, Any]:
         """Returns the sharded parameters of the optimizer, by number."""
-        return {} if self.stand_ins is None else self.stand_ins.entries(self.indices())
+        return {} if self.main is None else self.main.entries(self.indices())
 
     def _forms(self) -> dict[int, dict[str, Any]]:
         """Returns the forms of the parameters of which this rank has a part, by number."""
@@ -626,8 +626,8 @@ class _State:
         half = parts.pop(FP16_STATES, None)
         rest = {name: value for name, value in entries.items() if name != FP16_STATES}
         self._load(self._optimizer(), tree_map(with_values, {**rest, **parts}))
-        if self.stand_ins is not None and half is not None:
-            self.stand_ins.load_state_dict(half, self.indices())
+        if self.main is not None and half is not None:
+            self.main.load_state_dict(half, self.indices())
 
     def _parts(self, entries: Mapping[str, Any], mine: set[int]) -> dict[str, Any]:
         """Returns what this tensor-parallel rank has of a whole state: "state", `FP16_STATES`.
@@ -638,7 +638,7 @@ class _State:
         """
         found = {"state": {i: entry for i, entry in entries["state"].items() if i in mine}}
         masters: dict[int, Any] = {}
-        if self.stand_ins is not None and self.stand_ins.half and FP16_STATES in entries:
+        if self.main is not None and self.main.half and FP16_STATES in entries:
             masters = dict(entries[FP16_STATES]["masters"])
             found[FP16_STATES] = {**entries[FP16_STATES], "masters": masters}
         for i, (parameter, how) in self._divided().items():

@@ -15,7 +15,7 @@ from torch import nn
 
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.torch.partition.placement import Placement
-from smddp.modelparallel.torch.sharding.shard import Shard
+from smddp.modelparallel.torch.sharding.shard import ParameterShard
 from smddp.modelparallel.torch.sharding.sharding import Sharding
 
 __all__ = ["FlatGroups", "OriginalGroups"]
@@ -119,7 +119,7 @@ class FlatGroups(_Groups):
         assert self._sharding is not None
         if not self._placement.owns(self._original(parameter)):
             return False
-        return isinstance(parameter, Shard) or self._sharding.groups.parameters.rank() == 0
+        return isinstance(parameter, ParameterShard) or self._sharding.groups.parameters.rank() == 0
 
     def _moved(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Moves parameters into one tensor, and returns it."""

@@ -1,9 +1,9 @@
 """Training in half precision, as `fp16` and `bf16` in the configuration ask for it.
 
-The model computes in half precision. The optimizer works on *master weights*: copies in fp32, which
-stand in its groups in place of the parameters (stand_ins.py). Losses are multiplied by a scale
-before their backward pass, and gradients are divided by it when they are copied to the masters. If
-a gradient is infinite, all ranks that hold a part of the model skip the optimizer's step.
+The model computes in half precision. The optimizer works on *main parameters*: copies in fp32,
+which stand in its groups in place of the parameters (main_parameters.py). Losses are multiplied by
+a scale before their backward pass, and gradients are divided by it when they are copied to these.
+If a gradient is infinite, all ranks that hold a part of the model skip the optimizer's step.
 """
 
 from __future__ import annotations

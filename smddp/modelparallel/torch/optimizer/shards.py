@@ -1,7 +1,7 @@
 """The state of an optimizer, divided over the replicas of a partition.
 
 With `shard_optimizer_state` in the configuration, each parameter has one replica that *steps* it:
-only there it has state, and a master weight with fp16. The gradients are the same on all
+only there it has state, and a main parameter with fp16. The gradients are the same on all
 replicas. After the optimizer's step, each replica sends the parameters that it has stepped to the
 others.
 """
@@ -21,13 +21,29 @@ from smddp.modelparallel.core.errors import SMPPeerError, SMPUsageError
 from smddp.modelparallel.torch.delayed.life import memory_of
 from smddp.modelparallel.torch.job.state import state
 
-__all__ = ["SHARD", "Shards", "check_complete"]
+__all__ = ["EXCHANGE", "SHARD", "Shards", "assign_to_lightest", "check_complete"]
 
 # Key of a state dict that holds a part of the state: the number of the part, and how many there
 # are.
 SHARD = "_smp_optimizer_shard"
 
-_BUCKET = 2**25  # bytes that are sent at once
+EXCHANGE = 2**25  # bytes that are sent at once
+
+
+def assign_to_lightest(
+    keys: Sequence[Any], sizes: Sequence[int], loads: list[int], owners: dict[Any, int]
+) -> None:
+    """Gives each parameter to the replica with the fewest elements.
+
+    Args:
+        keys: of the parameters; those of one memory have one key, and one replica steps them.
+        sizes: their elements; the largest come first.
+        loads: the elements of each replica so far; changed.
+        owners: the replica of each key; changed.
+    """
+    for key, size in zip(keys, sizes, strict=True):
+        lightest = min(range(len(loads)), key=loads.__getitem__)
+        loads[owners.setdefault(key, lightest)] += size
 
 
 class Shards:
@@ -61,13 +77,13 @@ class Shards:
         """
         self._device = device
         new = {id(p): p for p in parameters if id(p) not in self._owners}
-        for key, parameter in sorted(new.items(), key=lambda item: -item[1].numel()):
-            lightest = min(range(self.size), key=self._loads.__getitem__)
-            # One replica steps all parameters of one memory.
-            owner = self._by_memory.setdefault(memory_of(parameter), lightest)
-            self._owners[key] = owner
+        largest_first = sorted(new.values(), key=lambda parameter: -parameter.numel())
+        memories = list(map(memory_of, largest_first))
+        sizes = [parameter.numel() for parameter in largest_first]
+        assign_to_lightest(memories, sizes, self._loads, self._by_memory)
+        for parameter, memory in zip(largest_first, memories, strict=True):
+            owner = self._owners[id(parameter)] = self._by_memory[memory]
             self._parameters[owner].append(parameter)
-            self._loads[owner] += parameter.numel()
 
     def steps(self, parameter: Any) -> bool:
         """Says whether this rank steps a parameter; True for one that was not assigned."""
@@ -77,7 +93,7 @@ class Shards:
     def only_own(self, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
         """In this context the groups of the optimizer hold only what this rank steps.
 
-        Master weights are not assigned: only the rank that steps a parameter has one.
+        Main parameters are not assigned: only the rank that steps a parameter has one.
         """
         before = [group["params"] for group in groups]
         self._whole = before
@@ -144,7 +160,7 @@ class Shards:
 
     def _broadcast(self, tensors: list[torch.Tensor], owner: int) -> None:
         if tensors:
-            broadcast_coalesced(self.group, tensors, _BUCKET, owner)
+            broadcast_coalesced(self.group, tensors, EXCHANGE, owner)
 
 
 def _may_step(parameter: nn.Parameter) -> bool:

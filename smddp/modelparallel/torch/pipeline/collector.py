@@ -135,7 +135,7 @@ class Collector:
         self.seeds.append(seed)
         if known.build is None:
             return None
-        stand_ins = [Lazy(self, (number, index), self.fetch) for index in range(known.count)]
+        stand_ins = [Lazy.of(self, (number, index), self.fetch) for index in range(known.count)]
         self.lazies.extend([weakref.ref(lazy) for lazy in stand_ins])
         return known.build(stand_ins, ())
 

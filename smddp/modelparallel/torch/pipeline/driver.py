@@ -13,11 +13,11 @@ import torch
 from smddp.modelparallel.core.baton import Priority, Task
 from smddp.modelparallel.core.order import TaskName
 from smddp.modelparallel.core.progress import Progress
+from smddp.modelparallel.torch.common.placeholder import force
 from smddp.modelparallel.torch.common.random_state import RandomState
 from smddp.modelparallel.torch.common.structure import flatten, map_tensors
 from smddp.modelparallel.torch.pipeline.executor import Executor
 from smddp.modelparallel.torch.pipeline.frame import Frame
-from smddp.modelparallel.torch.pipeline.lazy import force
 from smddp.modelparallel.torch.pipeline.microbatch import (
     collect,
     divided_arguments,

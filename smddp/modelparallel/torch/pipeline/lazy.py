@@ -18,18 +18,16 @@ import torch
 
 from smddp._torch_internals import (
     FUNCTION_APPLY,
-    DisableTorchFunctionSubclass,
     make_wrapper_subclass,
     set_backward_hooks,
     tree_map,
 )
+from smddp.modelparallel.torch.common.placeholder import WITHOUT, Placeholder, force
 
-__all__ = ["Lazy", "force", "patch_function_apply", "substitute"]
+__all__ = ["Lazy", "patch_function_apply"]
 
 # Where a lazy tensor may be inside the arguments of a function of torch.
 _CONTAINERS = (list, tuple, dict)
-# A context in which functions of torch do not call `__torch_function__` of subclasses.
-_WITHOUT = DisableTorchFunctionSubclass
 
 
 def _misused(_: torch.Tensor) -> None:
@@ -44,7 +42,7 @@ def _misused(_: torch.Tensor) -> None:
 _HOOKS: Any = collections.OrderedDict({0: _misused})
 
 
-class Lazy(torch.Tensor):
+class Lazy(Placeholder):
     """Stands for a tensor that a call of an open call graph returns.
 
     Attributes:
@@ -59,12 +57,10 @@ class Lazy(torch.Tensor):
     collector: Any
     value: torch.Tensor
 
-    @staticmethod
-    def __new__(
-        cls, collector: Any, tensor_id: tuple[int, int], fetch: Callable[[], object]
-    ) -> Lazy:
+    @classmethod
+    def of(cls, collector: Any, tensor_id: tuple[int, int], fetch: Callable[[], object]) -> Lazy:
         """Returns a tensor without memory that stands for a value."""
-        with _WITHOUT():
+        with WITHOUT():
             self: Lazy = make_wrapper_subclass(cls, (0,), requires_grad=True)
             # If autograd ever reaches it, smp has not seen its use. The hook raises then, because
             # the gradient would be lost.
@@ -72,8 +68,17 @@ class Lazy(torch.Tensor):
             self.collector, self.tensor_id, self.fetch = collector, tensor_id, fetch
         return self
 
-    def __init__(self, *_: Any) -> None:
-        pass
+    def resolved(self) -> torch.Tensor:
+        """Returns the value."""
+        if self.fetch is not None:
+            with WITHOUT():
+                if self.grad_fn is not None:
+                    _misused(self)
+            self.fetch()
+            assert self.fetch is None
+        return self.value
+
+    ordinary = resolved
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Lazy{self.tensor_id}"
@@ -91,40 +96,6 @@ class Lazy(torch.Tensor):
         _misused(args[0])
 
 
-# By class of tensors that have no values themselves: the function that returns the values.
-_substitutes: dict[type, Callable[[Any], Any]] = {}
-
-
-def substitute(kind: type) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """Returns a decorator: `force` calls the decorated function for tensors of a class."""
-
-    def register(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        _substitutes[kind] = function
-        return function
-
-    return register
-
-
-def force(value: Any) -> Any:
-    """Returns the values of a tensor that has none itself; fetches them if they are not here.
-
-    Any other argument is returned unchanged.
-    """
-    function = _substitutes.get(type(value))
-    return value if function is None else function(value)
-
-
-@substitute(Lazy)
-def _value_of(value: Lazy) -> torch.Tensor:
-    if value.fetch is not None:
-        with _WITHOUT():
-            if value.grad_fn is not None:
-                _misused(value)
-        value.fetch()
-        assert value.fetch is None
-    return value.value
-
-
 def patch_function_apply() -> None:
     """Makes `torch.autograd.Function.apply` fetch lazy tensors, too."""
     FUNCTION_APPLY.install(_fetching)
@@ -133,7 +104,7 @@ def patch_function_apply() -> None:
 def _fetching(original: Any) -> Any:
     @functools.wraps(torch.autograd.Function.apply)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(type(arg) in _substitutes for arg in args):
+        if any(isinstance(arg, Placeholder) for arg in args):
             args = tuple(map(force, args))
         return original.__get__(None, cls)(*args, **kwargs)
 

@@ -33,6 +33,7 @@ from smddp.modelparallel.core.order import SliceObserver
 from smddp.modelparallel.torch.activations.object_values import Change, Values, make_change
 from smddp.modelparallel.torch.activations.offload import Offloader
 from smddp.modelparallel.torch.activations.region import Keeper, Region, layer_arguments, runs_again
+from smddp.modelparallel.torch.common.placeholder import force
 from smddp.modelparallel.torch.common.structure import (
     Structure,
     flatten,
@@ -45,7 +46,7 @@ from smddp.modelparallel.torch.pipeline.calls import CallerSide, refuse_transfor
 from smddp.modelparallel.torch.pipeline.collector import KnownCall, predictable
 from smddp.modelparallel.torch.pipeline.frame import Frame
 from smddp.modelparallel.torch.pipeline.hooks import ForwardHooks, OwnersHookError
-from smddp.modelparallel.torch.pipeline.lazy import Lazy, force, patch_function_apply
+from smddp.modelparallel.torch.pipeline.lazy import Lazy, patch_function_apply
 from smddp.modelparallel.torch.pipeline.objects import (
     Arguments,
     Record,

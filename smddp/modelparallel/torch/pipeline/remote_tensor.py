@@ -26,7 +26,6 @@ from smddp._torch_internals import (
     AVERAGED_MODEL,
     BACKWARD,
     FUNCTIONAL_CALL,
-    DisableTorchFunctionSubclass,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -34,7 +33,7 @@ from smddp._torch_internals import (
 )
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.torch.common.buffers import version_of
-from smddp.modelparallel.torch.pipeline.lazy import force, substitute
+from smddp.modelparallel.torch.common.placeholder import WITHOUT, About, Placeholder, force
 
 __all__ = [
     "Home",
@@ -43,7 +42,6 @@ __all__ = [
     "RemoteParameter",
     "RemoteTensor",
     "ValueReader",
-    "about",
     "force_argument",
     "give_values",
     "patch_torch",
@@ -52,53 +50,6 @@ __all__ = [
     "stand_in_for",
     "values_of",
 ]
-
-# A context in which functions of torch do not call `__torch_function__` of subclasses.
-_WITHOUT = DisableTorchFunctionSubclass
-
-# What does not depend on the values: attributes (those that begin with "is_" or "_" do not either),
-# and methods.
-_ATTRIBUTES = frozenset(
-    (  # noqa: SIM905
-        "shape dtype device ndim requires_grad grad grad_fn grad_dtype layout names output_nr "
-        "retains_grad itemsize nbytes"
-    ).split()
-)
-_METHODS = frozenset(
-    (  # noqa: SIM905
-        "is_floating_point is_complex is_signed is_inference is_contiguous is_same_size is_tensor "
-        "is_storage is_conj is_neg is_shared is_pinned numel nelement dim ndimension size stride "
-        "element_size storage_offset get_device has_names data_ptr register_hook requires_grad_ "
-        "register_post_accumulate_grad_hook retain_grad _use_count _is_view __len__ __hash__ "
-        "__repr__ __format__ __dir__ __deepcopy__ __reduce_ex__ __copy__"
-    ).split()
-)
-# Those of them that are different once a module has put another tensor in the place of a buffer.
-_FORM = frozenset(
-    (  # noqa: SIM905
-        "shape dtype ndim itemsize nbytes is_floating_point is_complex is_signed is_contiguous "
-        "is_same_size numel nelement dim ndimension size stride element_size storage_offset __len__"
-    ).split()
-)
-# What takes effect where the parameter lives.
-_OF_GRADIENTS = frozenset(
-    ("requires_grad", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook")
-)
-# What needs values, and does not return a tensor.
-_READS = frozenset(
-    (  # noqa: SIM905
-        "item tolist numpy is_nonzero __array__ __bool__ __int__ __float__ __index__ equal"
-    ).split()
-)
-# What changes its first argument; names that end with "_" do, too.
-_CHANGES = frozenset(
-    (  # noqa: SIM905
-        "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ "
-        "__iand__ __ior__ __ixor__ __ilshift__ __irshift__ __imatmul__"
-    ).split()
-)
-# What may change an argument without a change of its version counter.
-_UNSEEN_CHANGES = frozenset(("batch_norm", "instance_norm"))
 
 
 class ValueReader:
@@ -182,23 +133,7 @@ class Home(NamedTuple):
         )
 
 
-@functools.lru_cache(1024)
-def about(func: Any) -> tuple[str, bool, bool]:
-    """Returns what is known about a function of torch.
-
-    Returns:
-        Its name; whether it does without the values; whether it changes its first argument.
-    """
-    name: str = getattr(func, "__name__", "")
-    if name not in ("__get__", "__set__", "__delete__"):
-        changes = name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
-        return name, name in _METHODS, changes
-    attribute: str = getattr(func.__self__, "__name__", "")
-    describes = attribute in _ATTRIBUTES or attribute.startswith(("is_", "_"))
-    return attribute, describes, name == "__set__"
-
-
-class RemoteTensor(torch.Tensor):
+class RemoteTensor(Placeholder):
     """A tensor of a module on another rank.
 
     Attributes:
@@ -210,22 +145,21 @@ class RemoteTensor(torch.Tensor):
     home: Home
     moment: Any = None
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def resolved(self) -> Any:
+        """Returns the values in a step; outside, the tensor itself."""
+        return force(_lazily(self)) if self.home.reader.in_step() else self
+
+    def called(self, known: About, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function of torch with the values if they can be fetched, else without."""
-        kwargs = kwargs or {}
-        name, describes, changes = about(func)
-        remote = [value for value in tree_leaves((args, kwargs)) if isinstance(value, RemoteTensor)]
-        home = remote[0].home
-        in_step = home.reader.in_step()
-        if in_step and home.kind == "parameter" and name in _OF_GRADIENTS:
-            _refuse_unseen(home, name, changes, args, kwargs)
-        if describes and not (in_step and name in _FORM and home.kind == "buffer"):
-            if name == "device" and in_step:
+        home = self.home
+        in_step, is_buffer = home.reader.in_step(), home.kind == "buffer"
+        if in_step and known.of_gradients and not is_buffer:
+            _refuse_unseen(home, known, args, kwargs)
+        if known.describes and not (in_step and known.form and is_buffer):
+            if known.name == "device" and in_step:
                 return home.device
-            with _WITHOUT():
-                return func(*args, **kwargs)
-        if func is torch.autograd.grad and home.kind == "parameter" and in_step:
+            return super().called(known, func, args, kwargs)
+        if func is torch.autograd.grad and in_step and not is_buffer:
             return _gradients(*args, **kwargs)
         if func is torch.autograd.grad:
             raise SMPUsageError(
@@ -234,8 +168,8 @@ class RemoteTensor(torch.Tensor):
                 "its `grad` on that rank after the step"
             )
         if not in_step:
-            return _without_values(home, name, func, args, kwargs)
-        return _with_values(name, changes, func, args, kwargs)
+            return _without_values(home, known, func, args, kwargs)
+        return _with_values(known, func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
         """Returns another empty tensor."""
@@ -243,14 +177,6 @@ class RemoteTensor(torch.Tensor):
             memo[id(self)] = _hollow(self, self.home.copy())
         copied: RemoteTensor = memo[id(self)]
         return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Is pickled as an ordinary empty tensor."""
-        with _WITHOUT():
-            plain: Any = _plain_empty(self)
-            if isinstance(self, nn.Parameter):
-                plain = nn.Parameter(plain, self.requires_grad)
-            return plain.__reduce_ex__(protocol)
 
 
 class RemoteParameter(RemoteTensor, nn.Parameter):
@@ -389,7 +315,7 @@ class _ReadValues:
 
     def view(self, value: torch.Tensor) -> _RemoteView:
         """Returns a tensor that shares memory with the values as a `_RemoteView`."""
-        with _WITHOUT():
+        with WITHOUT():
             view = value.as_subclass(_RemoteView)
         view.read = self
         return view
@@ -427,7 +353,7 @@ class _ReadValues:
         self._moment = reader.moment()
 
 
-class _RemoteView(torch.Tensor):
+class _RemoteView(Placeholder):
     """A view of values that were read in a step; to change it raises.
 
     Attributes:
@@ -441,43 +367,36 @@ class _RemoteView(torch.Tensor):
         """Where the tensor lives."""
         return self.read.home
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name, describes, changes = about(func)
-        if describes or func in (torch.autograd.grad, torch.autograd.backward):
-            with _WITHOUT():
-                return func(*args, **kwargs)
-        return _with_values(name, changes, func, args, kwargs)
+    def resolved(self) -> torch.Tensor:
+        """Returns the view as an ordinary tensor."""
+        self.read.check()
+        with WITHOUT():
+            return self.as_subclass(torch.Tensor)
+
+    ordinary = resolved
+
+    def called(self, known: About, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function of torch with the values."""
+        if known.describes or func in (torch.autograd.grad, torch.autograd.backward):
+            return super().called(known, func, args, kwargs)
+        return _with_values(known, func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(force(self), memo)
 
 
-class _EmptyResult(torch.Tensor):
+class _EmptyResult(Placeholder):
     """What was computed from a remote tensor outside a step: a tensor without values."""
 
     home: Home
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        home = next(
-            value.home
-            for value in tree_leaves((args, kwargs))
-            if isinstance(value, _EmptyResult | RemoteTensor)
-        )
-        return _without_values(home, getattr(func, "__name__", ""), func, args, kwargs)
+    def called(self, known: About, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function of torch without values."""
+        return _without_values(self.home, known, func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with _WITHOUT():
-            copied = memo[id(self)] = _marked(self.home, torch.empty_like(_plain_empty(self)))
+        copied = memo[id(self)] = _marked(self.home, self.ordinary())
         return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with _WITHOUT():
-            plain: Any = _plain_empty(self)
-            return plain.__reduce_ex__(protocol)
 
 
 def release_memory(tensor: torch.Tensor, home: Home) -> None:
@@ -488,7 +407,7 @@ def release_memory(tensor: torch.Tensor, home: Home) -> None:
     hollow.home = home
     tensor.grad = None
     try:
-        with _WITHOUT():
+        with WITHOUT():
             torch.utils.swap_tensors(tensor, hollow)  # type: ignore[no-untyped-call]
     except RuntimeError:
         # There are weak references to it, as in recurrent layers. Its memory can still be freed:
@@ -507,7 +426,7 @@ def give_values(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.data = value
         return
     plain = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
-    with _WITHOUT():
+    with WITHOUT():
         fresh: Any = value.detach().requires_grad_(tensor.requires_grad)
         if plain is nn.Parameter:
             fresh = nn.Parameter(value, tensor.requires_grad)
@@ -522,7 +441,7 @@ def give_values(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 def retype(tensor: RemoteTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Gives a remote tensor the dtype that a function, as in `half()`, gives its argument."""
-    with _WITHOUT():
+    with WITHOUT():
         probe = function(torch.empty(0, dtype=tensor.dtype, device=tensor.home.device))
         if probe.dtype != tensor.dtype:
             tensor.data = tensor.data.to(probe.dtype)
@@ -634,8 +553,8 @@ def _gradients(outputs: Any, inputs: Sequence[Any], **kwargs: Any) -> tuple[Any,
 
 
 def _stand_in(parameter: RemoteTensor) -> torch.Tensor:
-    with _WITHOUT():
-        stand_in = _plain_empty(parameter).requires_grad_(parameter.requires_grad)
+    with WITHOUT():
+        stand_in = parameter.ordinary().requires_grad_(parameter.requires_grad)
     stand_in.home = parameter.home  # type: ignore[attr-defined]
     return stand_in
 
@@ -652,27 +571,14 @@ def _lazily(value: Any) -> Any:
     return value
 
 
-@substitute(RemoteParameter)
-@substitute(RemoteBuffer)
-def _values(tensor: RemoteTensor) -> Any:
-    """Returns the values in a step; outside, the tensor itself."""
-    return force(_lazily(tensor)) if tensor.home.reader.in_step() else tensor
-
-
-@substitute(_RemoteView)
-def _plain(view: _RemoteView) -> Any:
-    view.read.check()
-    with _WITHOUT():
-        return view.as_subclass(torch.Tensor)
-
-
-def _refuse_unseen(home: Home, name: str, changes: bool, args: Any, kwargs: Any) -> None:
+def _refuse_unseen(home: Home, known: About, args: Any, kwargs: Any) -> None:
     """Raises if code in a step lets a parameter have other gradients, or does more with them."""
-    if name == "requires_grad" and not changes:
+    name = known.name
+    if name == "requires_grad" and not known.changes:
         return
     if name in ("requires_grad", "requires_grad_"):
         wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-        with _WITHOUT():
+        with WITHOUT():
             if args[0].requires_grad == wanted:
                 return
         call = f"{name.rstrip('_')} = {wanted}"
@@ -684,40 +590,32 @@ def _refuse_unseen(home: Home, name: str, changes: bool, args: Any, kwargs: Any)
     )
 
 
-def _with_values(name: str, changes: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def _with_values(known: About, func: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function of torch with the values; raises if it changes them."""
-    if changes:
+    if known.changes:
         for one in tree_leaves(args[:1]):
             if isinstance(one, RemoteTensor | _RemoteView):
-                raise one.home.refusal(name)
+                raise one.home.refusal(known.name)
     leaves, spec = tree_flatten((args, kwargs))
-    homes = {
-        position: leaf.home
-        for position, leaf in enumerate(leaves)
-        if isinstance(leaf, RemoteTensor | _RemoteView)
-    }
     # All calls first, so that they join one call graph.
     found = list(map(_lazily, leaves))
     found = list(map(force, found))
-    for position, home in homes.items():
-        if found[position] is None:
-            raise home.error()
-    reads = [
-        leaf.read if isinstance(leaf, _RemoteView) else _ReadValues(leaf.home, found[position])
-        for position, leaf in enumerate(leaves)
-        if position in homes
-    ]
-    values = [(home, found[position]) for position, home in homes.items()]
-    before = [version_of(value) for _, value in values]
-    unseen = [value.clone() for _, value in values] if name in _UNSEEN_CHANGES else []
+    reads, values = [], []
+    for leaf, value in zip(leaves, found, strict=True):
+        if isinstance(leaf, RemoteTensor | _RemoteView):
+            if value is None:
+                raise leaf.home.error()
+            reads.append(
+                leaf.read if isinstance(leaf, _RemoteView) else _ReadValues(leaf.home, value)
+            )
+            values.append(value)
+    versions = list(map(version_of, values))
+    before = [value.clone() for value in values] if known.changes_unseen else values
     args, kwargs = tree_unflatten(found, spec)
     result = func(*args, **kwargs)
-    for (home, value), version in zip(values, before, strict=True):
-        if version_of(value) != version:
-            raise home.refusal(name)
-    for (home, value), old in zip(values, unseen, strict=False):
-        if not torch.equal(value, old):
-            raise home.refusal(name)
+    for read, value, version, old in zip(reads, values, versions, before, strict=True):
+        if version_of(value) != version or not (value is old or torch.equal(value, old)):
+            raise read.home.refusal(known.name)
     return tree_map(functools.partial(_protected, reads), result)
 
 
@@ -730,12 +628,12 @@ def _protected(reads: list[_ReadValues], result: Any) -> Any:
     return result
 
 
-def _without_values(home: Home, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _without_values(home: Home, known: About, func: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function of torch on empty tensors; raises if it needs values."""
-    if name in _READS:
+    if known.reads:
         raise home.error()
     try:
-        with _WITHOUT():
+        with WITHOUT():
             result = func(*args, **kwargs)
     except Exception as error:
         if "meta" not in str(error).lower():
@@ -748,20 +646,15 @@ def _marked(home: Home, value: Any) -> Any:
     """Returns a tensor as a `_EmptyResult`; other values unchanged."""
     if type(value) is not torch.Tensor:
         return value
-    with _WITHOUT():
+    with WITHOUT():
         marked = value.as_subclass(_EmptyResult)
     marked.home = home
     return marked
 
 
-def _plain_empty(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an ordinary empty tensor of the same shape and dtype."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
 def _hollow(tensor: torch.Tensor, home: Home) -> RemoteTensor:
     """Returns a new `RemoteTensor` of the same shape, strides and dtype, without memory."""
-    with _WITHOUT():
+    with WITHOUT():
         if tensor.layout == torch.strided:
             shape = torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"

@@ -20,10 +20,10 @@ from smddp.modelparallel.core.baton import Priority, Task
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.failure import StructureChangedError
 from smddp.modelparallel.core.order import TaskName
+from smddp.modelparallel.torch.common.placeholder import force
 from smddp.modelparallel.torch.pipeline.calls import CallerSide, leaf_like, run_backward
 from smddp.modelparallel.torch.pipeline.frame import Frame
 from smddp.modelparallel.torch.pipeline.hooks import Recorder
-from smddp.modelparallel.torch.pipeline.lazy import force
 from smddp.modelparallel.torch.pipeline.modules import Modules
 from smddp.modelparallel.torch.pipeline.objects import Arguments, Reply, flatten_reply, opened
 from smddp.modelparallel.torch.pipeline.protocol import (
@@ -43,7 +43,7 @@ from smddp.modelparallel.torch.pipeline.protocol import (
     raise_if_unpicklable,
 )
 from smddp.modelparallel.torch.pipeline.services import RankServices
-from smddp.modelparallel.torch.pipeline.step import UNLIMITED
+from smddp.modelparallel.torch.pipeline.step import UNLIMITED, under_way_at
 
 __all__ = ["Server"]
 
@@ -309,7 +309,7 @@ class Server:
         under_way = self._under_way
         if not under_way or frame.microbatch in under_way or frame.microbatch < min(under_way):
             return True
-        return len(under_way) < max(1, self.under_way_limit - frame.depth)
+        return len(under_way) < under_way_at(self.under_way_limit, frame.depth)
 
     def _end_under_way(self, run: _SegmentRun) -> None:
         """Notes that a segment has had its backward pass, or gets none."""

@@ -26,10 +26,21 @@ __all__ = [
     "StepModel",
     "StepReport",
     "StepResult",
+    "under_way_at",
 ]
 
 # More microbatches than any step has.
 UNLIMITED = 1 << 30
+
+
+def under_way_at(limit: int, depth: int) -> int:
+    """Returns how many microbatches may be under way on a rank when a segment begins there.
+
+    Args:
+        limit: see `Schedule.under_way_limit`.
+        depth: of the segment.
+    """
+    return max(1, limit - depth)
 
 
 class Schedule(NamedTuple):
@@ -40,8 +51,8 @@ class Schedule(NamedTuple):
         simple: a microbatch begins its backward pass only when all active ones have ended their
             forward pass.
         active: how many microbatches may be active (begun and not ended) on rank 0 at a time.
-        under_way_limit: a rank begins a segment of depth d only if fewer than
-            `under_way_limit - d` microbatches are under way on it; see `Server._admits`. (`depth`
+        under_way_limit: says with `under_way_at` how many microbatches may be under way on a rank
+            when it begins a segment; see `Server._admits`. (`depth`
             and *under way*: see the glossary of docs/model-parallel-design.md.)
     """
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smddp.modelparallel.torch.data_parallel.gradient_sum import GradientSum
+from smddp.modelparallel.torch.sharding.rules import gradient_buckets
 from smddp.modelparallel.torch.sharding.shard import ShardedParameter
 from smddp.modelparallel.torch.tensor.division import division_of
 
@@ -93,21 +94,11 @@ class ShardedSum(GradientSum):
         """Sums the gradients of these parameters over the group from now on."""
         self._entries = {id(entry.parameter): entry for entry in entries}
         self._by_shard = {id(entry.shard): entry for entry in entries}
-        groups: dict[Any, list[list[ShardedParameter]]] = {}
-        # Backward passes reach the last layers first.
-        for entry in reversed(entries):
-            if not entry.shard.requires_grad:
-                continue
-            dtype = entry.shard.grad_dtype or entry.shard.dtype
-            # Other ranks have the same shard of a parameter that is divided over tensor-parallel
-            # ranks. If its sum were in one tensor with others, which are copied to reduce them over
-            # more ranks, it would keep their memory.
-            split = division_of(entry.parameter) is not None
-            found = groups.setdefault((dtype, entry.shard.device, split), [[]])
-            if found[-1] and sum(e.padded for e in found[-1]) + entry.padded > self._cap:
-                found.append([])
-            found[-1].append(entry)
-        self._buckets = [_Bucket(some) for found in groups.values() for some in found]
+        trained = [entry for entry in entries if entry.shard.requires_grad]
+        self._buckets = [
+            _Bucket(some)
+            for some in gradient_buckets(trained, _kind, lambda entry: entry.padded, self._cap)
+        ]
         self._bucket_of = {
             entry.number: place
             for place, bucket in enumerate(self._buckets)
@@ -292,3 +283,14 @@ class ShardedSum(GradientSum):
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _kind(entry: ShardedParameter) -> Any:
+    """Returns what the parameters of a bucket have in common.
+
+    Other ranks have the same shard of a parameter that is divided over tensor-parallel ranks. If
+    its sum were in one tensor with others, which are copied to reduce them over more ranks, it
+    would keep their memory.
+    """
+    split = division_of(entry.parameter) is not None
+    return entry.shard.grad_dtype or entry.shard.dtype, entry.shard.device, split

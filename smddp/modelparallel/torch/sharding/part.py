@@ -52,7 +52,7 @@ def part_of_whole(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
     """Returns this rank's part of what is whole on every rank; it shares the memory.
 
     Args:
-        parameter: of the model, or its master.
+        parameter: of the model, or its main parameter.
         group: the sharding group.
     """
     value = parameter.detach()

@@ -1,7 +1,7 @@
 """One parameter that is divided over the ranks of a sharding group, and the part of this rank.
 
 The `nn.Parameter` of the model stays the same object. While it is not gathered, its memory is one
-element, NaN, which stands for all, and its class is `ShardedTensor`, so that no code reads that by
+element, NaN, which stands for all, and its class is `FreedParameter`, so that no code reads that by
 accident. A gathered parameter gets new memory. It is not the parameter that keeps this memory but
 whatever refers to it, as always in torch; so views of a parameter, and what user code or autograd
 keeps of it, stay right when the parameter is freed.
@@ -10,31 +10,24 @@ keeps of it, stay right when the parameter is freed.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from smddp._torch_internals import DisableTorchFunctionSubclass, tree_leaves, version_of_tensor
+from smddp._torch_internals import tree_leaves, version_of_tensor
 from smddp.modelparallel.core.errors import SMPUsageError
-from smddp.modelparallel.torch.pipeline.remote_tensor import about
+from smddp.modelparallel.torch.common.placeholder import WITHOUT, About, Placeholder
 from smddp.modelparallel.torch.sharding.part import set_part
+from smddp.modelparallel.torch.sharding.rules import part_of
 from smddp.modelparallel.torch.tensor.division import copy_division
 
-__all__ = ["Gatherer", "Shard", "ShardedParameter", "ShardedTensor"]
-
-# Functions that need no values. The storage is that of the one element.
-_WITHOUT_VALUES = frozenset(
-    "untyped_storage zeros_like ones_like empty_like full_like rand_like randn_like".split()  # noqa: SIM905
-)
-# A context in which functions of torch do not call `__torch_function__` of subclasses.
-_WITHOUT = DisableTorchFunctionSubclass
+__all__ = ["FreedParameter", "Gatherer", "ParameterShard", "ShardedParameter"]
 
 
-class Shard(nn.Parameter):
+class ParameterShard(nn.Parameter):
     """The part of a parameter that this rank keeps and optimises, of one dimension.
 
     Attributes:
@@ -44,12 +37,12 @@ class Shard(nn.Parameter):
     group: dist.ProcessGroup
 
     @staticmethod
-    def of(data: torch.Tensor, parameter: nn.Parameter, group: dist.ProcessGroup) -> Shard:
+    def of(data: torch.Tensor, parameter: nn.Parameter, group: dist.ProcessGroup) -> ParameterShard:
         """Returns a shard of a parameter with the memory of a tensor.
 
         If the parameter is one rank's part, divided over tensor-parallel ranks, so is the shard.
         """
-        shard = Shard(data, parameter.requires_grad)
+        shard = ParameterShard(data, parameter.requires_grad)
         shard.group = group
         copy_division(parameter, shard)
         return shard
@@ -98,7 +91,7 @@ class ShardedParameter:
         self.flat: torch.Tensor | None = None
         self._version = 0
         part = self.cut(parameter.detach())
-        self.shard = Shard.of(part, parameter, group)
+        self.shard = ParameterShard.of(part, parameter, group)
         self.shard.grad_dtype = parameter.grad_dtype
         one = torch.full((1,), float("nan"), dtype=parameter.dtype, device=parameter.device)
         self._placeholder = one.expand(self.shape) if self.shape else one.view(())
@@ -106,7 +99,7 @@ class ShardedParameter:
         parameter.gatherer = gatherer  # type: ignore[attr-defined]
         set_part(parameter, self.shard)
         parameter.ds_param_shard_group = group  # type: ignore[attr-defined]
-        self.hide()
+        self.reshard()
 
     @property
     def padded(self) -> int:
@@ -115,7 +108,7 @@ class ShardedParameter:
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of a tensor of the parameter's shape, as a copy."""
-        size = -(-self.numel // self.degree)
+        size = part_of(self.numel, self.degree)
         part = whole.reshape(-1)[self.rank * size : (self.rank + 1) * size]
         return torch.nn.functional.pad(part, (0, size - part.numel()))  # a copy, also of all
 
@@ -132,7 +125,7 @@ class ShardedParameter:
         rest = -self.numel % self.degree
         return torch.nn.functional.pad(flat, (0, rest)) if rest else flat
 
-    def show(self, flat: torch.Tensor) -> None:
+    def unshard(self, flat: torch.Tensor) -> None:
         """Gives the parameter its values.
 
         Args:
@@ -143,7 +136,7 @@ class ShardedParameter:
         parameter.data = flat[: self.numel].view(self.shape)
         self.flat, self._version = flat, version_of_tensor(parameter)
 
-    def hide(self) -> bool:
+    def reshard(self) -> bool:
         """Takes the values from the parameter.
 
         Returns:
@@ -153,7 +146,7 @@ class ShardedParameter:
         changed = self.flat is not None and version_of_tensor(parameter) != self._version
         if type(parameter) is nn.Parameter:
             parameter.data = self._placeholder
-            parameter.__class__ = ShardedTensor
+            parameter.__class__ = FreedParameter
         self.flat = None
         return changed
 
@@ -171,7 +164,7 @@ class ShardedParameter:
 
     def load(self, whole: torch.Tensor) -> None:
         """Sets this rank's part from a tensor of the parameter's shape."""
-        with torch.no_grad(), _WITHOUT():
+        with torch.no_grad(), WITHOUT():
             self.shard.copy_(self.cut(whole.detach()))
 
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -193,7 +186,7 @@ class ShardedParameter:
 
     def take_gradient(self) -> torch.Tensor | None:
         """Takes the gradient that autograd has left in the parameter, of its shape, if any."""
-        with _WITHOUT():
+        with WITHOUT():
             gradient, self.parameter.grad = self.parameter.grad, None
         return gradient
 
@@ -206,12 +199,7 @@ class ShardedParameter:
         )
 
 
-@functools.lru_cache(64)
-def _is_gradient(func: Any) -> bool:
-    return getattr(getattr(func, "__self__", None), "__name__", "") == "grad"
-
-
-class ShardedTensor(nn.Parameter):
+class FreedParameter(Placeholder, nn.Parameter):
     """The class of a sharded parameter while it is not gathered.
 
     A function of torch that needs its values gathers it, for that one function, where all ranks of
@@ -221,41 +209,34 @@ class ShardedTensor(nn.Parameter):
     entry: ShardedParameter
     gatherer: Gatherer
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def called(self, known: About, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function of torch with the values."""
-        kwargs = kwargs or {}
-        name, describes, _ = about(func)
-        if _is_gradient(func) and name == "grad":
+        if known.is_attribute and known.name == "grad":
             return _gradient(func, *args)
-        if describes or name in _WITHOUT_VALUES:
-            with _WITHOUT():
-                return func(*args, **kwargs)
-        found = {
-            id(value): value
-            for value in tree_leaves((args, kwargs))
-            if type(value) is ShardedTensor
-        }
-        first = next(iter(found.values()))
-        gatherer, entry = first.gatherer, first.entry
-        if name == "copy_" and type(args[0]) is ShardedTensor and not gatherer.reads():
+        if known.describes or known.like:
+            return super().called(known, func, args, kwargs)
+        gatherer = self.gatherer
+        if known.name == "copy_" and type(args[0]) is FreedParameter and not gatherer.reads():
             source = args[1] if len(args) > 1 else kwargs["src"]
             if source.shape != args[0].entry.shape:
                 source = source.expand(args[0].entry.shape)
             args[0].entry.load(source)
             return args[0]
         if not gatherer.reads():
-            raise entry.error()
+            raise self.entry.error()
+        leaves = tree_leaves((args, kwargs))
+        found = {id(leaf): leaf for leaf in leaves if type(leaf) is FreedParameter}
         with contextlib.ExitStack() as stack:
             for one in found.values():
                 gatherer.hold(one.entry)
                 stack.callback(gatherer.release, one.entry)
             return func(*args, **kwargs)
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def ordinary(self) -> NoReturn:
+        """Raises SMPUsageError."""
         raise self.entry.error()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __deepcopy__(self, memo: Any) -> NoReturn:
         raise self.entry.error()
 
 

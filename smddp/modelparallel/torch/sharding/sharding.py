@@ -24,14 +24,15 @@ from smddp._torch_internals import SAVED_TENSORS_HOOKS, version_of_tensor
 from smddp.modelparallel.core.errors import SMPError, SMPUsageError
 from smddp.modelparallel.torch.common.device import put
 from smddp.modelparallel.torch.common.engine import forget_failed_passes_at_exit
-from smddp.modelparallel.torch.data_parallel.reducer import Ranks
+from smddp.modelparallel.torch.data_parallel.holders import Ranks
 from smddp.modelparallel.torch.delayed.life import come_to_life, memory_of, recorders_of
 from smddp.modelparallel.torch.job.groups import ShardingGroups
 from smddp.modelparallel.torch.pipeline.modules import Modules
 from smddp.modelparallel.torch.sharding.gathers import Gathers
 from smddp.modelparallel.torch.sharding.gradients import ShardedSum
 from smddp.modelparallel.torch.sharding.part import announce, part_of_whole, set_part
-from smddp.modelparallel.torch.sharding.shard import Shard, ShardedParameter
+from smddp.modelparallel.torch.sharding.rules import is_divisible, is_large, part_of
+from smddp.modelparallel.torch.sharding.shard import ParameterShard, ShardedParameter
 from smddp.modelparallel.torch.tensor.division import division_of
 
 __all__ = ["Sharding"]
@@ -131,8 +132,7 @@ class Sharding:
 
     def divides(self, parameter: nn.Parameter) -> bool:
         """Says whether a parameter is, or will be, divided."""
-        large = parameter.dim() > 0 and parameter.numel() >= max(self._threshold, 1)
-        return large and parameter.is_floating_point()
+        return is_divisible(parameter) and is_large(parameter.numel(), self._threshold)
 
     def divide(
         self, parameters: Sequence[nn.Parameter], device: torch.device
@@ -175,7 +175,7 @@ class Sharding:
         if delayed:
             # Records have circles of references, and tensors such as a state dict's.
             gc.collect()
-        self.gathers.entries = self.entries
+        self.gathers.calls.entries = self.entries
         self.sums.adopt(self.entries)
         here = {id(parameter) for parameter in parameters}
         for parameter in self._modules.by_number[0].parameters():
@@ -211,7 +211,7 @@ class Sharding:
         """Returns the elements of this rank's part of a parameter that comes to live here."""
         group = self.groups.parameters
         if self.divides(parameter):
-            return -(-parameter.numel() // group.size())
+            return part_of(parameter.numel(), group.size())
         return parameter.numel() if group.rank() == 0 else 0
 
     def renew(self, parameter: nn.Parameter) -> None:
@@ -237,7 +237,7 @@ class Sharding:
 
     def reducers(self, parameter: nn.Parameter) -> Ranks | None:
         """Returns the ranks with the same shard; None if the parameter is not a shard."""
-        if not isinstance(parameter, Shard):
+        if not isinstance(parameter, ParameterShard):
             return None
         divided = division_of(parameter) is not None
         group = self.groups.across_divided if divided else self.groups.across
@@ -307,7 +307,7 @@ class Sharding:
                 stack.callback(self.release, entry)
             yield
 
-    # --- for ShardedTensor; see Gatherer ----------------------------------------------------------
+    # --- for FreedParameter; see Gatherer --------------------------------------------------------
 
     def reads(self) -> bool:
         """Says whether parameters can be gathered now."""

@@ -1,7 +1,7 @@
-"""What stands in an optimizer's groups in place of the model's parameters.
+"""*Main parameters*: what an optimizer's groups have in place of the model's parameters.
 
-In half precision these are master weights (see half.py), with sharded data parallelism shards, and
-with both, the master weights of shards. Otherwise the optimizer has the parameters themselves.
+In half precision these are copies in fp32 (see half.py), with sharded data parallelism shards, and
+with both, copies of shards in fp32. Otherwise the optimizer has the parameters themselves.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from smddp.modelparallel.torch.optimizer.flat_groups import FlatGroups, Original
 from smddp.modelparallel.torch.optimizer.half import HALF
 from smddp.modelparallel.torch.optimizer.loss_scale import LossScaler
 from smddp.modelparallel.torch.partition.placement import Placement
-from smddp.modelparallel.torch.sharding.shard import Shard, ShardedParameter
+from smddp.modelparallel.torch.sharding.shard import ParameterShard, ShardedParameter
 from smddp.modelparallel.torch.sharding.sharding import Sharding
 from smddp.modelparallel.torch.tensor.division import copy_division
 
-__all__ = ["StandIns"]
+__all__ = ["MainParameters"]
 
 log = logging.getLogger("smddp.modelparallel")
 
 
 class _SteppedElsewhere:
-    """Stands for the master weight of a parameter that another replica steps; has its gradient.
+    """Stands for the main parameter of a parameter that another replica steps; has its gradient.
 
     Attributes:
         dtype: of the gradient.
@@ -50,39 +50,39 @@ class _Row(NamedTuple):
     Attributes:
         parameter: that of the model.
         local: what this rank has of it, and what gets the gradient: its shard, or itself.
-        stand_in: what the optimizer has; the same as `local` in full precision.
+        main: what the optimizer has; the same as `local` in full precision.
         entry: of a sharded parameter.
     """
 
     parameter: nn.Parameter
     local: nn.Parameter
-    stand_in: nn.Parameter | _SteppedElsewhere
+    main: nn.Parameter | _SteppedElsewhere
     entry: ShardedParameter | None
 
 
-class StandIns:
+class MainParameters:
     """What one optimizer has in place of the parameters that live on this rank.
 
     They exist once it is decided which parameters those are. With sharded data parallelism they are
-    shards of the parameters. In half precision they are *masters*: fp32 copies of parameters or
-    shards. There, a parameter in full precision has a master, too, which shares its memory; so
-    gradients are always unscaled on copies.
+    shards of the parameters. In half precision they are fp32 copies of parameters or shards. There,
+    a parameter in full precision has a main parameter, too, which shares its memory; so gradients
+    are always unscaled on copies.
 
     Attributes:
         scaler: holds the loss scale; 1 in full precision.
-        half: does the model compute in half precision, so that there are masters?
-        overflow: was a gradient infinite when gradients were last copied to the masters?
+        half: does the model compute in half precision, so that there are copies in fp32?
+        overflow: was a gradient infinite when gradients were last copied to the main parameters?
     """
 
     def __init__(self, optimizer: Any, scaler: LossScaler, half: bool) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.scaler, self.half = scaler, half
         self.overflow = False
-        self._originals: dict[int, nn.Parameter] = {}  # by the id of the stand-in
+        self._originals: dict[int, nn.Parameter] = {}  # by the id of the main parameter
         self._rows: list[_Row] = []
         self._elsewhere: dict[int, _SteppedElsewhere] = {}  # by the id of the parameter
         self._device = torch.device("cpu")
-        self._taken = False  # have the gradients of the last step been copied to the masters?
+        self._taken = False  # have the gradients of the last step been copied here?
         self._flat = FlatGroups(optimizer, self.original, self._aliases)
         if state.groups.sharding is not None:
             optimizer.fp16_groups = OriginalGroups(optimizer, self.original)
@@ -90,15 +90,15 @@ class StandIns:
             optimizer.ds_param_shard_group = state.groups.sharding.parameters
 
     def original(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Returns the model's parameter whose stand-in is given; a parameter itself otherwise."""
+        """Returns the model's parameter of a main parameter; any other one itself."""
         return self._originals.get(id(parameter), parameter)
 
-    def _aliases(self, stand_in: nn.Parameter) -> list[nn.Parameter]:
-        """Returns what shares memory with a stand-in: of a master, what is in full precision."""
+    def _aliases(self, main: nn.Parameter) -> list[nn.Parameter]:
+        """Returns what shares memory with a main parameter: what is in full precision."""
         return [
             row.local
             for row in self._rows
-            if row.stand_in is stand_in is not row.local and row.local.dtype not in HALF
+            if row.main is main is not row.local and row.local.dtype not in HALF
         ]
 
     def with_gradient(self, parameter: nn.Parameter) -> Any:
@@ -111,12 +111,12 @@ class StandIns:
         sharding: Sharding | None,
         steps: Callable[[nn.Parameter], bool] = lambda _: True,
     ) -> None:
-        """Puts stand-ins into the optimizer's groups, in place of the parameters that live here.
+        """Puts main parameters into the optimizer's groups, for the parameters that live here.
 
         Args:
             placement: knows which parameters live here.
             sharding: knows the shards; None without sharded data parallelism.
-            steps: says whether this rank steps a parameter; others have no master here.
+            steps: says whether this rank steps a parameter; others have no main parameter here.
         """
         self._device = placement.device
         optimizer: Any = self._optimizer()
@@ -133,19 +133,19 @@ class StandIns:
                     self._rows.append(_Row(parameter, parameter, other, None))
                     continue
                 entry = None if sharding is None else sharding.entry(parameter)
-                row, stand_in = self._row(parameter, entry)
-                if stand_in is parameter:
+                row, main = self._row(parameter, entry)
+                if main is parameter:
                     continue
-                self._originals[id(stand_in)] = parameter
+                self._originals[id(main)] = parameter
                 self._rows.append(row)
-                group["params"][place] = stand_in
+                group["params"][place] = main
                 if parameter in optimizer.state:
-                    own = _in_dtype_of(stand_in, parameter, optimizer.state.pop(parameter))
-                    optimizer.state[stand_in] = own if entry is None else entry.cut_state(own)
+                    own = _in_dtype_of(main, parameter, optimizer.state.pop(parameter))
+                    optimizer.state[main] = own if entry is None else entry.cut_state(own)
         if self.half:
-            halves = {id(master) for _, master in self._halves()}
+            halves = {id(main) for _, main in self._copies()}
             optimizer.fp32_from_fp16_groups = [
-                [master for master in group["params"] if id(master) in halves]
+                [main for main in group["params"] if id(main) in halves]
                 for group in optimizer.param_groups
             ]
             self._show()
@@ -155,24 +155,24 @@ class StandIns:
     def _row(
         self, parameter: nn.Parameter, entry: ShardedParameter | None
     ) -> tuple[_Row, nn.Parameter]:
-        """Returns the row of a parameter that this rank steps, and its stand-in."""
+        """Returns the row of a parameter that this rank steps, and its main parameter."""
         local = parameter if entry is None else entry.shard
-        stand_in = local
+        main = local
         if self.half:
             data = local.detach()
             value = data.float() if data.dtype in HALF else data
             if entry is None:
-                stand_in = nn.Parameter(value, local.requires_grad)
-                copy_division(parameter, stand_in)
+                main = nn.Parameter(value, local.requires_grad)
+                copy_division(parameter, main)
             else:
-                stand_in = Shard.of(value, local, entry.shard.group)
-        return _Row(parameter, local, stand_in, entry), stand_in
+                main = ParameterShard.of(value, local, entry.shard.group)
+        return _Row(parameter, local, main, entry), main
 
     def copy_from_parameters(self) -> None:
-        """Copies the parameters to the masters, after parameters have been loaded."""
+        """Copies the parameters to the main parameters, after parameters have been loaded."""
         with torch.no_grad():
-            for row, master in self._halves():
-                master.copy_(row.local)
+            for row, main in self._copies():
+                main.copy_(row.local)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class StandIns:
         self._taken = False
 
     def update(self) -> None:
-        """Copies the gradients to the masters and unscales them; without masters it does nothing.
+        """In half precision, copies the gradients to the main parameters and unscales them.
 
         All ranks of the model have to call it; they agree on whether there is an overflow.
         """
@@ -189,10 +189,10 @@ class StandIns:
             return
         gradients = []
         for row in self._rows:
-            gradient, master = row.local.grad, row.stand_in
-            master.grad = None if gradient is None else gradient.to(master.dtype, copy=True)
-            if master.grad is not None:
-                gradients.append(master.grad)
+            gradient, main = row.local.grad, row.main
+            main.grad = None if gradient is None else gradient.to(main.dtype, copy=True)
+            if main.grad is not None:
+                gradients.append(main.grad)
         self._unscale(gradients)
         self._taken = True
         self._show()
@@ -206,25 +206,25 @@ class StandIns:
         self.overflow = bool(largest(found))
 
     def prepare(self) -> None:
-        """Copies the gradients to the masters if that has not been done in this step."""
+        """Copies the gradients here if that has not been done in this step."""
         if not self._taken:
             self.update()
 
-    def masters(self) -> list[Any]:
+    def all(self) -> list[Any]:
         """Returns what has the unscaled gradients."""
-        return [row.stand_in for row in self._rows]
+        return [row.main for row in self._rows]
 
-    def masters_of(self, parameters: Iterable[Any]) -> list[Any]:
-        """Returns what has the unscaled gradients of parameters; for a master, itself.
+    def of(self, parameters: Iterable[Any]) -> list[Any]:
+        """Returns what has the unscaled gradients of parameters; for a main parameter, itself.
 
         Parameters that the optimizer does not have, or that live elsewhere, have none.
         """
-        found = {id(row.parameter): row.stand_in for row in self._rows}
-        found.update((id(row.stand_in), row.stand_in) for row in self._rows)
+        found = {id(row.parameter): row.main for row in self._rows}
+        found.update((id(row.main), row.main) for row in self._rows)
         return [found[id(one)] for one in parameters if id(one) in found]
 
     def step(self, inner: Callable[[], Any]) -> Any:
-        """Steps the optimizer and copies masters to what they stand for; not after an overflow.
+        """Steps the optimizer and copies its results to the parameters; not after an overflow.
 
         Args:
             inner: does the optimizer's own step.
@@ -246,24 +246,24 @@ class StandIns:
             return None
         result = inner()
         with torch.no_grad():
-            for row, master in self._halves():
-                row.local.copy_(master)
+            for row, main in self._copies():
+                row.local.copy_(main)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of parameters and masters."""
+        """Clears the gradients of parameters and main parameters."""
         self._taken = False
         for row in self._rows:
-            row.stand_in.grad = None
+            row.main.grad = None
             if row.local.grad is not None:
                 row.local.grad = None if set_to_none else torch.zeros_like(row.local.grad)
 
-    def _halves(self) -> list[tuple[_Row, nn.Parameter]]:
-        """Returns the rows with a master of another dtype on this rank, and the masters."""
+    def _copies(self) -> list[tuple[_Row, nn.Parameter]]:
+        """Returns the main parameters of another dtype on this rank, and their rows."""
         return [
-            (row, row.stand_in)
+            (row, row.main)
             for row in self._rows
-            if row.local.dtype in HALF and isinstance(row.stand_in, nn.Parameter)
+            if row.local.dtype in HALF and isinstance(row.main, nn.Parameter)
         ]
 
     def entries(self, indices: Mapping[int, int]) -> dict[int, ShardedParameter]:
@@ -275,24 +275,24 @@ class StandIns:
         return {indices[id(row.parameter)]: row.entry for row in self._rows if row.entry}
 
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns the masters that have memory of their own, and the gradients of stand-ins."""
-        gradients = [row.stand_in.grad for row in self._rows]
-        masters: list[torch.Tensor] = [master for _, master in self._halves()]
-        return masters, [gradient for gradient in gradients if gradient is not None]
+        """Returns the main parameters with memory of their own, and the gradients of all."""
+        gradients = [row.main.grad for row in self._rows]
+        mains: list[torch.Tensor] = [main for _, main in self._copies()]
+        return mains, [gradient for gradient in gradients if gradient is not None]
 
     # --- states -----------------------------------------------------------------------------------
 
     def state_dict(self, indices: Mapping[int, int]) -> dict[str, Any]:
-        """Returns the masters of half-precision parameters, by number, and the loss scale.
+        """Returns the main parameters of half-precision parameters, by number, and the loss scale.
 
         Args:
             indices: the number of each of the model's parameters, by its id.
         """
-        masters = {indices[id(row.parameter)]: m.detach() for row, m in self._halves()}
-        return {"masters": masters, "loss_scaler": self.scaler.state_dict()}
+        mains = {indices[id(row.parameter)]: m.detach() for row, m in self._copies()}
+        return {"masters": mains, "loss_scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, given: Mapping[str, Any], indices: Mapping[int, int]) -> None:
-        """Loads the masters that belong here.
+        """Loads the main parameters that belong here.
 
         Args:
             given: what `state_dict` has returned, merged over all ranks that share the model.
@@ -304,8 +304,8 @@ class StandIns:
                 if value is not None and row.local.dtype in HALF:
                     value = value if row.entry is None else row.entry.cut(value)
                     row.local.copy_(value)
-                    if isinstance(row.stand_in, nn.Parameter):
-                        row.stand_in.copy_(value)
+                    if isinstance(row.main, nn.Parameter):
+                        row.main.copy_(value)
         self.scaler.load_state_dict(given["loss_scaler"])
         self._show()
 
@@ -315,6 +315,6 @@ class StandIns:
         optimizer.overflow, optimizer.loss_scale = self.overflow, self.scaler.loss_scale
 
 
-def _in_dtype_of(stand_in: nn.Parameter, parameter: nn.Parameter, own: Any) -> Any:
-    """Returns what an optimizer has made at once for a parameter, as Adagrad does, for a master."""
-    return map_tensors(lambda t: t.to(stand_in.dtype) if t.dtype == parameter.dtype else t, own)
+def _in_dtype_of(main: nn.Parameter, parameter: nn.Parameter, own: Any) -> Any:
+    """Returns what an optimizer has made at once, as Adagrad does, for a main parameter."""
+    return map_tensors(lambda t: t.to(main.dtype) if t.dtype == parameter.dtype else t, own)

@@ -13,7 +13,17 @@ from typing import Any
 
 import numpy as np
 
+from smddp.modelparallel.torch.activations.offload import SMALL
 from smddp.modelparallel.torch.footprint.profile import Profile
+from smddp.modelparallel.torch.optimizer.shards import EXCHANGE, assign_to_lightest
+from smddp.modelparallel.torch.pipeline.step import under_way_at
+from smddp.modelparallel.torch.sharding.rules import (
+    PREFETCHED,
+    count_prefetched,
+    gradient_buckets,
+    is_large,
+    part_of,
+)
 
 __all__ = [
     "FIRST",
@@ -24,19 +34,12 @@ __all__ = [
     "Choices",
     "Facts",
     "Parameter",
-    "forecast",
+    "estimate",
     "parts_of",
 ]
 
 FIRST, LATER, UPDATE = "first step", "step", "optimizer.step"
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "buffers", "activations")
-
-# Smaller arguments of checkpointed calls are not offloaded; see activations/offload.py.
-_SMALL = 4096
-# Bytes that a replica sends at once with shard_optimizer_state; see optimizer/shards.py.
-_EXCHANGE = 2**25
-# So many parameters are gathered before they are needed; see sharding/gathers.py.
-_AHEAD = 2
 
 Array = Any
 
@@ -50,7 +53,7 @@ class Bytes:
         gathered: whole parameters, with sharded data parallelism, while modules run.
         gradients: sums over microbatches, gradients that wait to be added or reduced, and the
             buckets in which replicas reduce them.
-        optimizer: what the optimizer keeps, master weights included.
+        optimizer: what the optimizer keeps, main parameters included.
         buffers: of the model.
         activations: all other tensors: what autograd keeps for the backward pass, and what lives
             only while an operation runs. None if that is not known.
@@ -76,7 +79,7 @@ class Parameter:
     Attributes:
         module: the number of the first module that has it.
         numel: its elements.
-        size, gradient, master: bytes of an element, of its gradient, and of its master weight; the
+        size, gradient, main: bytes of an element, of its gradient, and of its main parameter; the
             last is 0 if there is none.
         state: bytes of what the optimizer keeps for all elements of the whole parameter.
         scalars: bytes of what else it keeps for the parameter.
@@ -91,7 +94,7 @@ class Parameter:
     numel: int
     size: int
     gradient: int
-    master: int
+    main: int
     state: int
     scalars: int
     trains: bool
@@ -167,14 +170,14 @@ class Choices:
 
     def divides(self, parameter: Parameter) -> bool:
         """Says whether a parameter is divided over replicas."""
-        large = parameter.divisible and parameter.numel >= max(self.threshold, 1)
+        large = parameter.divisible and is_large(parameter.numel, self.threshold)
         return self.degree > 1 and large
 
     def under_way(self, part: int) -> int:
         """Returns how many microbatches may wait for their backward pass in a partition."""
         if self.partitions == 1:
             return 1
-        most = self.active if self.simple else max(1, self.active - part)
+        most = self.active if self.simple else under_way_at(self.active, part)
         return min(self.microbatches, most)
 
 
@@ -270,7 +273,7 @@ class _Activations:
                 if number in counted:
                     continue
                 counted.add(number)
-                moves = choices.offload and storage.size >= _SMALL
+                moves = choices.offload and storage.size >= SMALL
                 begin = max(regions.begins[region], storage.begin)
                 end = max(regions.again[region][1], min(storage.end, count))
                 if not moves:
@@ -301,7 +304,7 @@ class _Activations:
         return float(others * always[tick] + min(others, horizon) * movable[tick])
 
 
-def forecast(facts: Facts, choices: Choices, part: int, replica: int) -> dict[str, Bytes]:
+def estimate(facts: Facts, choices: Choices, part: int, replica: int) -> dict[str, Bytes]:
     """Returns what a rank needs at the peak of each moment.
 
     Args:
@@ -325,30 +328,31 @@ class _Rank:
         self._stepped = self._stepped_here(replica)
 
     def _stepped_here(self, replica: int) -> set[int]:
-        """Returns the parameters that this rank steps; see `Shards.assign`."""
+        """Returns the parameters that this rank steps."""
         parameters, choices = self._facts.parameters, self._choices
         stepped = [n for n in self._mine if parameters[n].stepped]
         if not choices.shard_optimizer_state:
             return set(stepped)
-        loads = [0] * choices.copies
-        mine = set()
-        for number in sorted(stepped, key=lambda n: -parameters[n].numel):
-            owner = min(range(choices.copies), key=loads.__getitem__)
-            loads[owner] += parameters[number].numel
-            if owner == replica:
-                mine.add(number)
-        return mine
+        stepped.sort(key=lambda n: -parameters[n].numel)
+        owners: dict[int, int] = {}
+        sizes = [parameters[n].numel for n in stepped]
+        assign_to_lightest(stepped, sizes, [0] * choices.copies, owners)
+        return {number for number, owner in owners.items() if owner == replica}
 
     def _elements(self, number: int) -> int:
         """Returns the elements of a parameter that this rank keeps."""
         parameter, degree = self._facts.parameters[number], self._choices.degree
-        return -(-parameter.numel // degree) if self._divided(number) else parameter.numel
+        return part_of(parameter.numel, degree) if self._divided(number) else parameter.numel
+
+    def _padded(self, number: int) -> int:
+        """Returns the elements of a sharded parameter when it is gathered."""
+        return self._elements(number) * self._choices.degree
 
     def _divided(self, number: int) -> bool:
         return self._choices.divides(self._facts.parameters[number])
 
     def _is_reduced(self, number: int) -> bool:
-        """Says whether the gradient goes into a bucket; see `Ranks` in data_parallel/reducer.py."""
+        """Says whether the gradient goes into a bucket; see `Ranks` in data_parallel/holders.py."""
         choices = self._choices
         shards = choices.degree if self._divided(number) else 1
         if self._facts.parameters[number].split:
@@ -361,7 +365,7 @@ class _Rank:
         ps = facts.parameters
         weights = sum(self._elements(n) * ps[n].size for n in self._mine)
         state = sum(
-            self._elements(n) * ps[n].master
+            self._elements(n) * ps[n].main
             + ps[n].state * self._elements(n) // max(ps[n].numel, 1)
             + ps[n].scalars
             for n in self._stepped
@@ -378,9 +382,9 @@ class _Rank:
             buffers *= 2  # a step that is run again restores them
         fixed = Bytes(weights, 0, buckets, state, buffers, None)
         found = {}
-        # The optimizer makes its state in its first step; master weights are there before.
-        masters = sum(self._elements(n) * ps[n].master for n in self._stepped)
-        found[FIRST] = self._in_step(dataclasses.replace(fixed, optimizer=masters), sums, True)
+        # The optimizer makes its state in its first step; main parameters are there before.
+        mains = sum(self._elements(n) * ps[n].main for n in self._stepped)
+        found[FIRST] = self._in_step(dataclasses.replace(fixed, optimizer=mains), sums, True)
         found[LATER] = self._in_step(fixed, sums, False)
         found[UPDATE] = self._in_update(fixed, trained, sums)
         return found
@@ -395,7 +399,7 @@ class _Rank:
         if choices.half:
             # fp32 copies, also of what other replicas step.
             gradients += sum(self._elements(n) * 4 for n in trained if ps[n].stepped)
-        work = {n: self._elements(n) * (ps[n].master or ps[n].size) for n in self._stepped}
+        work = {n: self._elements(n) * (ps[n].main or ps[n].size) for n in self._stepped}
         temporary = facts.temporary * sum(work.values()) + max(work.values(), default=0)
         # Adam steps a parameter with two temporary tensors, while one of the last is still there.
         sizes = [work[n] for n in sorted(work)]
@@ -405,7 +409,7 @@ class _Rank:
             largest = max((ps[n].numel * ps[n].size for n in self._mine), default=0)
             whole = sum(ps[n].numel * ps[n].size for n in self._mine if ps[n].stepped)
             share = -(-whole // choices.copies)
-            temporary = max(temporary, min(max(share, largest), _EXCHANGE))
+            temporary = max(temporary, min(max(share, largest), EXCHANGE))
         return dataclasses.replace(fixed, gradients=gradients, activations=int(temporary))
 
     # --- a step -----------------------------------------------------------------------------------
@@ -422,7 +426,7 @@ class _Rank:
         one = _Activations(profile, choices, parts, part)
         running = one.always + one.movable
         whole, shards, pending, arriving = self._gradients(profile)
-        gathered = self._gathered(profile, parts, ahead=not first)
+        gathered = self._gathered(profile, parts, prefetches=not first)
         microbatches, batch = choices.microbatches, 0
         if part == 0:
             batch = profile.given * microbatches
@@ -464,8 +468,7 @@ class _Rank:
 
     def _whole(self, number: int) -> int:
         """Returns the bytes of a sharded parameter when it is gathered."""
-        parameter = self._facts.parameters[number]
-        return self._elements(number) * self._choices.degree * parameter.size
+        return self._padded(number) * self._facts.parameters[number].size
 
     def _gradients(self, profile: Profile) -> tuple[Array, Array, Array, Array]:
         """Returns the gradients of one microbatch, tick by tick.
@@ -502,27 +505,20 @@ class _Rank:
 
     def _padded_gradient(self, number: int) -> int:
         """Returns the bytes of the whole gradient of a sharded parameter."""
-        gradient = self._facts.parameters[number].gradient
-        return self._elements(number) * self._choices.degree * gradient
+        return self._padded(number) * self._facts.parameters[number].gradient
 
     def _buckets(self) -> list[list[int]]:
         """Returns the buckets in which gradients of sharded parameters are reduced."""
-        groups: dict[bool, list[list[int]]] = {}  # by `split`
-        load: dict[bool, int] = {}
-        for number in reversed(self._mine):
-            parameter = self._facts.parameters[number]
-            if not (self._divided(number) and parameter.trains):
-                continue
-            padded = self._elements(number) * self._choices.degree
-            buckets = groups.setdefault(parameter.split, [])
-            if not buckets or load[parameter.split] + padded > self._choices.bucket:
-                buckets.append([])
-                load[parameter.split] = 0
-            buckets[-1].append(number)
-            load[parameter.split] += padded
-        return [bucket for buckets in groups.values() for bucket in buckets]
+        ps = self._facts.parameters
+        trained = [n for n in self._mine if self._divided(n) and ps[n].trains]
+        return gradient_buckets(
+            trained,
+            lambda n: (ps[n].gradient, ps[n].split),
+            self._padded,
+            self._choices.bucket,
+        )
 
-    def _gathered(self, profile: Profile, parts: Sequence[int], ahead: bool) -> Array:
+    def _gathered(self, profile: Profile, parts: Sequence[int], prefetches: bool) -> Array:
         """Returns the bytes of gathered parameters, tick by tick."""
         facts, choices, part = self._facts, self._choices, self._part
         count = len(profile.at)
@@ -543,12 +539,10 @@ class _Rank:
             held = {n for v in around for n in own[v]}
             place = int(places[visit])
             more = order[place + len(own[visit]) :] if forward else order[:place][::-1]
-            elements = sum(self._elements(n) * choices.degree for n in held)
-            for _, n in more[:_AHEAD] if ahead else ():
-                elements += self._elements(n) * choices.degree
-                if n in held or elements > choices.limit:
-                    break
-                held.add(n)
+            if prefetches:
+                coming = [(self._padded(n), n in held) for _, n in more[:PREFETCHED]]
+                count = count_prefetched(coming, sum(map(self._padded, held)), choices.limit)
+                held.update(n for _, n in more[:count])
             return sum(self._whole(n) for n in held)
 
         sizes: dict[tuple[int, bool], int] = {}
