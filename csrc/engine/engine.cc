@@ -218,9 +218,9 @@ void Engine::waitForOpenCalls(groups::Group& group,
   for (const auto& completion : open) wait(group, *completion);
 }
 
-void Engine::destroyGroup(const std::shared_ptr<groups::Group>& group) {
+void Engine::destroyGroup(const std::shared_ptr<groups::Group>& group, const char* how) {
   if (!isUsable()) return;
-  progress_.callAndRunContinuations([&] { groups_.leave(group); });
+  progress_.callAndRunContinuations([&] { groups_.leave(group, how); });
   progress_.call([&] { groups_.reap(); });
   if (metricsWriter_) metricsWriter_->writeSoon();
 }

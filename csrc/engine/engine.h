@@ -63,8 +63,9 @@ class Engine {
   // Called before this rank leaves. Waits until everything in flight except receives has ended, well or not, because
   // other ranks may need this one for it. Waits for `others`, too. Each operation has its deadline.
   void waitForOpenCalls(groups::Group& group, const std::vector<calls::CompletionPtr>& others = {});
-  // Idempotent. Operations in flight end with Aborted.
-  void destroyGroup(const std::shared_ptr<groups::Group>& group);
+  // Idempotent. Operations in flight end with Aborted, on all ranks; the error says that this rank `how`.
+  void destroyGroup(const std::shared_ptr<groups::Group>& group,
+                    const char* how = "left the group");
 
   // Takes an operation. With Request::willWait it returns when the operation has ended, well or not; else at once.
   calls::CompletionPtr submit(groups::Group& group, calls::Request request);

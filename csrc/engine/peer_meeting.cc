@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -53,7 +54,7 @@ class PeerMeeting final : public groups::Meeting {
         timeout_(timeout),
         digest_(bootstrap::digestOf(members)),
         peers_(members.size()),
-        lastUuids_(members.size()) {
+        otherUuids_(members.size()) {
     for (size_t rank = 0; rank < members.size(); ++rank) {
       introductions_.push_back(members[rank].introduction);
       introductions_.back().jobRank = static_cast<Rank>(rank);
@@ -81,11 +82,12 @@ class PeerMeeting final : public groups::Meeting {
     if (std::exchange(othersKnow_, true)) return error;
     try {
       if (round_ == 0) meetPeers();
-      const Rank rank = introductions_[me_].jobRank;
+      const std::string me = bootstrap::describeThisProcess(introductions_[me_].jobRank);
+      const bool isNamed = std::string_view(error.what()).find(me) != std::string_view::npos;
       send({.round = round_,
             .errorKind = static_cast<uint32_t>(error.kind()),
-            .text = fmt::format("{} cannot take part: {}", bootstrap::describeThisProcess(rank),
-                                error.what())});
+            .text =
+                isNamed ? error.what() : fmt::format("{} cannot take part: {}", me, error.what())});
     } catch (const std::exception& failure) {
       SMDDP_LOG(Debug, "engine", "no other rank hears of \"{}\": {}", error.what(), failure.what());
     }
@@ -176,18 +178,21 @@ class PeerMeeting final : public groups::Meeting {
     std::erase_if(point_.notes_, [this](const auto& note) {
       return note.note.uuid != uuid_ && point_.usedUuids_.contains(note.note.uuid);
     });
-    std::deque<MeetingPoint::Note> later;
-    for (auto& [from, note] : std::exchange(point_.notes_, {})) {
-      const auto found = std::ranges::find(peers_, from);
-      const auto rank = static_cast<size_t>(found - peers_.begin());
-      if (found != peers_.end()) lastUuids_[rank] = note.uuid;
-      if (found == peers_.end() || note.uuid != uuid_) {
-        later.push_back({from, std::move(note)});
-      } else {
-        read(rank, std::move(note));
-      }
+    // Before one of them ends this meeting: the next one reads the others.
+    const auto rankOf = [this](const MeetingPoint::Note& note) {
+      return static_cast<size_t>(std::ranges::find(peers_, note.from) - peers_.begin());
+    };
+    const auto ofOthers = [&](const MeetingPoint::Note& note) {
+      return note.note.uuid != uuid_ || rankOf(note) == peers_.size();
+    };
+    const auto first = std::stable_partition(point_.notes_.begin(), point_.notes_.end(), ofOthers);
+    std::deque<MeetingPoint::Note> mine(std::make_move_iterator(first),
+                                        std::make_move_iterator(point_.notes_.end()));
+    point_.notes_.erase(first, point_.notes_.end());
+    for (const auto& note : point_.notes_) {
+      if (rankOf(note) < peers_.size()) otherUuids_[rankOf(note)] = note.note.uuid;
     }
-    point_.notes_ = std::move(later);
+    for (auto& note : mine) read(rankOf(note), std::move(note.note));
   }
 
   void read(size_t rank, MeetingNote note) {
@@ -234,15 +239,14 @@ class PeerMeeting final : public groups::Meeting {
   [[noreturn]] void raiseMissing(const process::Peers& known) const {
     std::vector<Rank> without, withOther;
     for (const size_t rank : missing()) {
-      const auto& last = lastUuids_[rank];
-      (last && *last != uuid_ ? withOther : without).push_back(static_cast<Rank>(rank));
+      (otherUuids_[rank] ? withOther : without).push_back(static_cast<Rank>(rank));
     }
     std::string text;
     if (!without.empty()) text = bootstrap::listRanks(without) + " did not come";
     if (!withOther.empty()) {
       const auto rank = static_cast<size_t>(withOther.front());
       text += fmt::format("{}{} came with another uuid ({})", text.empty() ? "" : ", ",
-                          bootstrap::listRanks(withOther), *lastUuids_[rank]);
+                          bootstrap::listRanks(withOther), *otherUuids_[rank]);
     }
     if (text.empty()) {
       text = "no connection to " + bootstrap::listRanks(known.unconnectedAmong(introductions_));
@@ -250,8 +254,8 @@ class PeerMeeting final : public groups::Meeting {
     raise(ErrorKind::Timeout,
           "{} waited {:.1f} s for the ranks of the change {}: {}; the ranks are those of the "
           "handles",
-          bootstrap::describe(introductions_[me_]), static_cast<double>(timeout_) * 1e-9,
-          uuid_, text);
+          bootstrap::describe(introductions_[me_]), static_cast<double>(timeout_) * 1e-9, uuid_,
+          text);
   }
 
   MeetingPoint& point_;
@@ -263,17 +267,19 @@ class PeerMeeting final : public groups::Meeting {
   const uint64_t digest_;
   std::vector<bootstrap::Introduction> introductions_;  // without entries
   std::vector<process::Peer*> peers_;  // by rank; null for this one, and before it is met
-  std::vector<std::optional<int64_t>> lastUuids_;  // of their last notes
-  std::map<size_t, MeetingNote> notes_;            // by rank: the last one
+  std::vector<std::optional<int64_t>>
+      otherUuids_;                       // by rank: another change, for which it has sent a note
+  std::map<size_t, MeetingNote> notes_;  // by rank: the last one
   uint32_t round_ = 0;
   bool othersKnow_ = false;  // that this rank has failed
 };
 
-MeetingPoint::MeetingPoint(Engine& engine) : engine_(engine), mailbox_([&] {
-  uint64_t number = 0;
-  engine.progress().call([&] { number = engine.process().newGroupId(); });
-  return number;
-}()) {}
+MeetingPoint::MeetingPoint(Engine& engine)
+    : engine_(engine), mailbox_([&] {
+        uint64_t number = 0;
+        engine.progress().call([&] { number = engine.process().newGroupId(); });
+        return number;
+      }()) {}
 
 std::string MeetingPoint::makeHandle(uint32_t changes, Rank rank) const {
   const std::string host = process::addressForPeers(engine_.settings);

@@ -176,8 +176,9 @@ c10d::ErrorType ProcessGroup::getError() {
 void ProcessGroup::abortBecause(const std::string& reason) {
   const auto now = members();
   if (hasLeft_ || !now) return;
-  const auto text = fmt::format("rank {} called abort(){}{}", now->group->membership.jobRank(getRank()),
-                                reason.empty() ? "" : ": ", reason);
+  const auto text =
+      fmt::format("rank {} called abort(){}{}", now->group->membership.jobRank(getRank()),
+                  reason.empty() ? "" : ": ", reason);
   for (const auto& group : now->calls.groups())
     engine_->fail(*group, Error(ErrorKind::Aborted, text));
   devices_->close(Error(ErrorKind::Aborted, text));
@@ -344,7 +345,8 @@ intrusive_ptr<Work> ProcessGroup::submit(Work::Call call, std::span<Request> req
                                          std::span<engine::calls::Message> messages) {
   // Calls on a device begin when it has filled their buffers, and in one order.
   const bool isDeferred = call.staging.device() || devices_->busy();
-  if (!requests.empty() && !call.order) call.order = isDeferred ? requireMembers()->calls.script() : order();
+  if (!requests.empty() && !call.order)
+    call.order = isDeferred ? requireMembers()->calls.script() : order();
   if (!requests.empty() && call.sequence == 0) call.sequence = ++call.order->sequence;
   // Asks for a profiler first: torch's macro takes longer than a small call before it does.
   if (!at::hasCallbacks()) {
@@ -473,12 +475,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reconfigure(const c10d::ReconfigureOptio
   const auto group = translated([&] {
     const auto handles = meetingPoint().parseHandles(texts, set != nullptr);
     auto made = meetingPoint().meet(spec_, handles, options.uuid, timeout);
-    try {
-      engine::chooseWire(*engine_, made, timeout);
-    } catch (...) {
-      engine_->destroyGroup(made);
-      throw;
-    }
+    engine::chooseWire(*engine_, made, timeout);
     return made;
   });
   ++changes_;
@@ -495,7 +492,8 @@ intrusive_ptr<c10d::Work> ProcessGroup::reconfigure(const c10d::ReconfigureOptio
   if (hasAbortHooks_) watchForBreak(*members());
 #endif
   if (before) {
-    for (const auto& old : before->calls.groups()) engine_->destroyGroup(old);
+    constexpr const char* kHow = "changed the members of the group (reconfigure)";
+    for (const auto& old : before->calls.groups()) engine_->destroyGroup(old, kHow);
   }
   return c10::make_intrusive<Work>(rank_, engine_, group,
                                    Work::Call(c10d::OpType::UNKNOWN, "smddp:reconfigure", {}, {}));

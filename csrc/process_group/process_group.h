@@ -261,7 +261,7 @@ class ProcessGroup : public c10d::Backend {
   const bool isDefault_ = false;
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   engine::MeetingPoint& meetingPoint() const;
-  mutable std::mutex meetingMutex_;  // held by reconfigure()
+  mutable std::mutex meetingMutex_;                           // held by reconfigure()
   mutable std::optional<engine::MeetingPoint> meetingPoint_;  // guarded by meetingMutex_
   uint32_t changes_ = 0;                                      // guarded by meetingMutex_
 #endif

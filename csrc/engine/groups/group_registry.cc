@@ -46,12 +46,12 @@ void GroupRegistry::refuse(uint64_t id, const calls::Break& broken) {
   closed_.insert(id, health::makeAbort(id, broken));
 }
 
-void GroupRegistry::leave(const std::shared_ptr<Group>& group) {
+void GroupRegistry::leave(const std::shared_ptr<Group>& group, const char* how) {
   ownership_.assertOwned();
   const auto found = joined_.find(group->membership.group);
   if (found == joined_.end() || found->second != group) return;
   tellOfTrouble();
-  group->sentinel.leave(group->idle());
+  group->sentinel.leave(group->idle(), how);
   left_.push_back(group);
   joined_.erase(found);
 }
@@ -61,7 +61,7 @@ void GroupRegistry::leaveAll() {
   hasLeftAll_ = true;
   tellOfTrouble();
   for (auto& [id, group] : joined_) {
-    group->sentinel.leave(group->idle());
+    group->sentinel.leave(group->idle(), "left the group");
     left_.push_back(group);
   }
   joined_.clear();

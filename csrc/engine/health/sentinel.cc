@@ -344,15 +344,15 @@ std::vector<std::byte> Sentinel::farewell() const {
 
 // --- leaving ----------------------------------------------------------------------------------------------
 
-void Sentinel::leave(bool isIdle) {
+void Sentinel::leave(bool isIdle, const char* how) {
   process_.ownership().assertOwned();
   if (hasLeft_) return;
   hasLeft_ = true;
   status_.end();
   breakActions_.clear();
   if (!isIdle) {
-    fail(Error(ErrorKind::Aborted,
-               fmt::format("{} left the group", membership_.nameOf(membership_.me()))));
+    fail(
+        Error(ErrorKind::Aborted, fmt::format("{} {}", membership_.nameOf(membership_.me()), how)));
   }
   // Other ranks are not told: they may still use what we have sent.
   const uint64_t next = calls_.last() + 1;

@@ -80,7 +80,7 @@ class Sentinel {
   bool checkMembers();
 
   // This rank makes no more calls. If something is in flight, this breaks the group.
-  void leave(bool isIdle);
+  void leave(bool isIdle, const char* how);
   // The answer to ranks of other nodes that wait for this one, which has left or knows that the group is broken.
   std::vector<std::byte> farewell() const;
   // After an error the network must be polled for a while, or the others might not hear of it.
