@@ -80,12 +80,11 @@ plan::Topology manyRanks(int count, int ranks) {
 
 TEST(Selection, HalvesOnAFewNodesWhereNotAllOfThemWouldServe) {
   const auto allreduce = [](int nodes, int ranks, int64_t kib) {
-    return std::string(
-        chosen(manyRanks(nodes, ranks), shapeOf(Collective::AllReduce, kib << 10)));
+    return std::string(chosen(manyRanks(nodes, ranks), shapeOf(Collective::AllReduce, kib << 10)));
   };
   // Nodes, ranks of each, and the sizes between which it is taken, in KiB.
-  const int64_t rows[][4] = {{4, 1, 32, 256}, {8, 1, 32, 512}, {16, 1, 32, 1024},
-                             {4, 2, 64, 512}, {8, 2, 64, 1024}};
+  const int64_t rows[][4] = {
+      {4, 1, 32, 256}, {8, 1, 32, 512}, {16, 1, 32, 1024}, {4, 2, 64, 512}, {8, 2, 64, 1024}};
   for (const auto& [nodes, ranks, first, end] : rows) {
     const auto what = [&](int64_t kib) {
       return allreduce(static_cast<int>(nodes), static_cast<int>(ranks), kib);

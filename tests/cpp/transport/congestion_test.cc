@@ -37,15 +37,15 @@ TEST(Congestion, IsChosenByThePath) {
   const CongestionControls all{"bbr", {"reno", "bbr", "cubic"}}, few{"bbr", {"reno", "bbr"}},
       none{"bbr", {"bbr"}}, cubic{"cubic", {"reno", "cubic"}}, later{"bbr2", {"reno"}}, silent;
   const Case cases[] = {
-      {"auto", all, kUnknown, "cubic"},    {"auto", all, kNear, "cubic"},
-      {"auto", few, kNear, "reno"},        {"auto", few, kZone, "reno"},
-      {"auto", later, kNear, "reno"},      {"auto", few, kFar, "bbr"},
-      {"auto", few, kLossy, "bbr"},        {"auto", none, kNear, "bbr"},
-      {"auto", cubic, kNear, "cubic"},     {"auto", cubic, kFar, "cubic"},
-      {"auto", silent, kNear, ""},         {"system", all, kNear, "bbr"},
-      {"system", cubic, kNear, "cubic"},   {"reno", all, kNear, "reno"},
-      {"reno", all, kFar, "reno"},         {"bbr", all, kNear, "bbr"},
-      {"cubic", few, kNear, "bbr"},        {"dctcp", cubic, kFar, "cubic"},
+      {"auto", all, kUnknown, "cubic"},  {"auto", all, kNear, "cubic"},
+      {"auto", few, kNear, "reno"},      {"auto", few, kZone, "reno"},
+      {"auto", later, kNear, "reno"},    {"auto", few, kFar, "bbr"},
+      {"auto", few, kLossy, "bbr"},      {"auto", none, kNear, "bbr"},
+      {"auto", cubic, kNear, "cubic"},   {"auto", cubic, kFar, "cubic"},
+      {"auto", silent, kNear, ""},       {"system", all, kNear, "bbr"},
+      {"system", cubic, kNear, "cubic"}, {"reno", all, kNear, "reno"},
+      {"reno", all, kFar, "reno"},       {"bbr", all, kNear, "bbr"},
+      {"cubic", few, kNear, "bbr"},      {"dctcp", cubic, kFar, "cubic"},
   };
   for (const Case& each : cases) {
     EXPECT_EQ(chooseCongestionControl(each.setting, each.controls, each.path), each.name)
