@@ -23,6 +23,7 @@ from types import TracebackType
 
 _NETWORK = "10.77.0"
 _MOST_HOSTS = 254  # of that network
+_RELAY = Path(__file__).with_name("relay.py")
 
 
 def unavailable() -> str | None:
@@ -131,25 +132,34 @@ class Hosts:
         count: number of hosts.
         rate: bandwidth of each link in each direction, in the notation of tc ("1gbit"); None: no
             limit.
+        delay: seconds that each packet takes to another host; 0: the kernel's switch.
         shm: size of each host's /dev/shm, in the notation of mount ("4g").
 
     Raises:
         OSError: the kernel refuses namespaces or mounts.
     """
 
-    def __init__(self, count: int, rate: str | None = None, shm: str = "4g") -> None:
+    def __init__(
+        self, count: int, rate: str | None = None, shm: str = "4g", delay: float = 0.0
+    ) -> None:
         self._count = count
         self._rate = rate
+        self._delay = delay
         self._shm = shm
         self._keepers: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Network:
         try:
             network = Network(tuple(self._keep() for _ in range(self._count)), self._keep())
-            network.switch.run("ip link add name bridge type bridge")
-            network.switch.run("ip link set bridge up")
+            if not self._delay:
+                network.switch.run("ip link add name bridge type bridge")
+                network.switch.run("ip link set bridge up")
             for number in range(self._count):
                 self._connect(network, number)
+            if self._delay:
+                ports = [f"port{number}" for number in range(self._count)]
+                relay = [sys.executable, str(_RELAY), str(self._delay), *ports]
+                self._start(network.switch.command(*relay))
             return network
         except BaseException:
             self._close()
@@ -177,23 +187,24 @@ class Hosts:
             f"mount -t tmpfs -o size={self._shm} tmpfs /dev/shm && ip link set lo up && echo && cat"
         )
         # When this process ends, even if it is killed, `cat` reads the end of its input and exits.
-        keeper = subprocess.Popen(
-            ["unshare", "--net", "--ipc", "--mount", "sh", "-c", f"{script} >/dev/null"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        unshare = ["unshare", "--net", "--ipc", "--mount", "sh", "-c", f"{script} >/dev/null"]
+        return Namespaces(self._start(unshare))
+
+    def _start(self, command: list[str]) -> int:
+        """Starts a process that ends when its input does; returns its number when it is ready."""
+        keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._keepers.append(keeper)
         assert keeper.stdout is not None
         if not keeper.stdout.readline():
             raise OSError("the kernel refuses namespaces, or a mount in one")
-        return Namespaces(keeper.pid)
+        return keeper.pid
 
     def _connect(self, network: Network, number: int) -> None:
         host, switch = network.hosts[number], network.switch
         switch.run(
             f"ip link add name port{number} type veth peer name eth0 netns {host.keeper}",
         )
-        switch.run(f"ip link set port{number} master bridge up")
+        switch.run(f"ip link set port{number} {'' if self._delay else 'master bridge '}up")
         host.run(f"ip addr add {network.address(number)}/24 dev eth0")
         host.run("ip link set eth0 up")
         if self._rate is not None:
@@ -246,10 +257,15 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=2, help="number of hosts (default 2)")
     parser.add_argument("--ranks", type=int, default=1, help="ranks per host (default 1)")
     parser.add_argument("--rate", help="bandwidth of each link, such as 1gbit (default: no limit)")
+    parser.add_argument(
+        "--delay", type=float, default=0.0, metavar="MS", help="of each packet to another host"
+    )
     parser.add_argument("arguments", nargs="+", help="-- and the command line after `python`")
     options = parser.parse_args()
     if not 1 <= options.hosts <= _MOST_HOSTS:
         parser.error(f"--hosts {options.hosts}: expects from 1 to {_MOST_HOSTS}")
+    if options.delay < 0:
+        parser.error(f"--delay {options.delay:g}: expects at least 0")
     if options.ranks < 1:
         parser.error(f"--ranks {options.ranks}: expects at least 1")
     reason = unavailable()
@@ -258,7 +274,7 @@ def main() -> int:
     # Also when another signal than Ctrl-C ends this process, the ranks have to be ended.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        with Hosts(options.hosts, options.rate) as network:
+        with Hosts(options.hosts, options.rate, delay=options.delay / 1e3) as network:
             return launch(network, options.ranks, options.arguments)
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines() or [str(error)]

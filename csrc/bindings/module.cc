@@ -265,6 +265,16 @@ void bindSettings(py::module& m) {
       .def("available_threads", &ControlGroups::availableThreads);
   m.def("address_for_peers",
         [] { return smddp::engine::process::addressForPeers(smddp::settings()); });
+  m.def("congestion_control", [] {
+    const auto found = smddp::engine::process::congestionControl(smddp::settings());
+    return py::dict(py::arg("system") = found.system,
+                    py::arg("on_short_paths") = found.onShortPaths, py::arg("text") = found.text,
+                    py::arg("hindered") = found.isHindered);
+  });
+  m.def(
+      "set_congestion_control",
+      [](int socket) { smddp::engine::process::setCongestionControl(smddp::settings(), socket); },
+      py::arg("socket"));
   m.def("build_info", [] {
     const auto able = smddp::engine::process::capabilities();
     return py::dict(py::arg("version") = SMDDP_VERSION, py::arg("torch") = SMDDP_TORCH_VERSION,

@@ -6,8 +6,15 @@ namespace {
 constexpr int kServed = NodeStages::kFirstFree;
 constexpr int kShards = 0, kResults = 1;  // streams
 
-// The shortest shard with which more than one node serves: 64 KiB by default.
+// Shards of a long vector are not shorter: 64 KiB by default.
 int64_t shardFloor(const plan::Limits& limits) { return wholeGranules(limits.messageBytes / 4); }
+
+// The shortest shard with which more than one node serves. In an allreduce, 16 KiB by default: a single server sends
+// and receives the vector once for each other node. A reduce with a single server takes one step instead of two.
+int64_t serverFloor(const plan::Limits& limits, Collective collective) {
+  return collective == Collective::AllReduce ? wholeGranules(limits.messageBytes / 16)
+                                             : shardFloor(limits);
+}
 
 // The chunk length that suits the exchange. A shard is between 64 and 256 KiB: long messages take less work per byte. A
 // long vector has at least kChunks chunks, so that receiving, summing and sending overlap.
@@ -41,7 +48,7 @@ DirectExchange::DirectExchange(plan::Builder& b, NodeStages& node, const Shape& 
       feedback_(shape.feedback),
       others_(otherNodes(t_)) {
   if (shape.collective == Collective::Reduce) resultNode_ = t_.nodeOf(shape.root);
-  const int64_t most = node.shareBytes() / shardFloor(b.limits());
+  const int64_t most = node.shareBytes() / serverFloor(b.limits(), shape.collective);
   numServers_ = static_cast<int>(std::clamp<int64_t>(most, 1, t_.numNodes()));
   firstServer_ = t_.myLocal() * numServers_ % t_.numNodes();
   if (numServers_ == 1 && resultNode_ >= 0) firstServer_ = resultNode_;

@@ -2,10 +2,10 @@
 // reduce differ in which nodes get the results.
 //
 // Each rail's share of a chunk is cut into one shard per *server*. All nodes serve, unless shards would be shorter
-// than 64 KiB, where latency dominates the cost of a message. Then fewer nodes serve, and each rail begins with
-// another node, so that the load is balanced. If one server is left and only one node gets the result, that node
-// serves.
-// Example: 4 nodes, 2 rails, shares of 128 KiB. There are 2 servers: nodes 0 and 1 for rail 0, nodes 2 and 3 for
+// than 16 KiB (of a reduce, 64 KiB), where latency dominates the cost of a message. Then fewer nodes serve, and each
+// rail begins with another node, so that the load is balanced. If one server is left and only one node gets the
+// result, that node serves.
+// Example: 4 nodes, 2 rails, shares of 32 KiB. There are 2 servers: nodes 0 and 1 for rail 0, nodes 2 and 3 for
 // rail 1.
 //
 // If every node has one rank, nothing is summed before the exchange. Shards then leave from the input, and results from

@@ -15,7 +15,7 @@ enum class Nodes : uint8_t { One, Any };
 enum class Buffers : uint8_t { Any, Shared };
 enum class Size : uint8_t { Any, OneShot, Tiny };
 enum class Encodes : uint8_t { No, Yes };  // knows other wire formats than fp32
-enum class Preferred : uint8_t { Yes, ManyNodes, No };
+enum class Preferred : uint8_t { Yes, Halving, No };
 
 // Up to this size a step, on the network or in shared memory, costs more than its bytes.
 constexpr int64_t kTinyBytes = 8 << 10;
@@ -23,6 +23,10 @@ constexpr int64_t kTinyBytes = 8 << 10;
 // about 6 messages with TCP in the kernel, and about 13 with EFA. So halving and doubling wins from about 20 nodes on
 // with TCP, and from about 55 on with EFA.
 constexpr int kManyNodes = 64;
+// On a few nodes, too, halving and doubling wins where shards would be too short to let all nodes serve: it divides
+// what crosses a link among all of them. Below the first size its steps cost more than the bytes.
+constexpr int kFewestCorners = 4;
+constexpr int64_t kLeastHalvedBytes = 32 << 10;
 // If the number of nodes is not a power of two, recursive doubling takes two steps more, as many as the direct
 // exchange in all. From this number of nodes on the messages of the direct exchange cost more than that.
 constexpr int kNodesForFolding = 17;
@@ -53,7 +57,7 @@ constexpr std::array kTable = {
         Nodes::Any, Buffers::Any, Size::Tiny, Preferred::Yes},
     // If the number of nodes is not a power of two, some nodes would send half as many bytes again.
     Row{Collective::AllReduce, {"halving_doubling", allreduceHalvingDoubling},
-        Nodes::Any, Buffers::Any, Size::Any, Preferred::ManyNodes},
+        Nodes::Any, Buffers::Any, Size::Any, Preferred::Halving},
     Row{Collective::AllReduce, {"direct", allreduceDirect},
         Nodes::Any, Buffers::Any, Size::Any, Preferred::Yes, Encodes::Yes},
     // For networks that are oversubscribed between distant nodes. Only the user knows that.
@@ -105,8 +109,17 @@ bool canServe(const Row& row, const plan::Topology& t, const plan::Limits& limit
           shape.bytes <= (row.size == Size::Tiny ? limits.halfBytes / 2 : limits.halfBytes));
 }
 
-bool isPreferred(const Row& row, const plan::Topology& t, const Shape& shape,
-                 int64_t oneShotBytes) {
+// True if steps over half the nodes each suit the vector, and the number of nodes allows them.
+bool suitsHalving(const plan::Topology& t, const plan::Limits& limits, const Shape& shape) {
+  const int nodes = t.numNodes();
+  if (!isPowerOfTwo(nodes) || nodes < kFewestCorners) return false;
+  const int64_t share = shape.bytes / t.numRails();
+  return nodes >= kManyNodes ||
+         (share >= kLeastHalvedBytes && share < nodes * (limits.messageBytes / 4));
+}
+
+bool isPreferred(const Row& row, const plan::Topology& t, const plan::Limits& limits,
+                 const Shape& shape, int64_t oneShotBytes) {
   const int nodes = t.numNodes();
   if (row.size == Size::OneShot) {
     const int64_t read = shape.bytes * (t.teamSize() - 1);
@@ -116,7 +129,7 @@ bool isPreferred(const Row& row, const plan::Topology& t, const Shape& shape,
   if (row.size == Size::Tiny) {
     return shape.bytes <= kTinyBytes && (isPowerOfTwo(nodes) || nodes >= kNodesForFolding);
   }
-  if (row.preferred == Preferred::ManyNodes) return nodes >= kManyNodes && isPowerOfTwo(nodes);
+  if (row.preferred == Preferred::Halving) return suitsHalving(t, limits, shape);
   return row.preferred == Preferred::Yes;
 }
 
@@ -212,7 +225,7 @@ const Choice* find(const plan::Topology& t, const plan::Limits& limits, const Sh
   if (!asked.empty() && !shape.afterArrival) return nullptr;
   if (const Row* row = measuredBest(tuning, t, limits, shape)) return &row->choice;
   for (const Row& row : kTable) {
-    if (isPreferred(row, t, shape, oneShotBytes) && canServe(row, t, limits, shape)) {
+    if (isPreferred(row, t, limits, shape, oneShotBytes) && canServe(row, t, limits, shape)) {
       return &row.choice;
     }
   }
@@ -277,8 +290,10 @@ std::vector<AlgorithmInfo> listAlgorithms() {
       chosen = fmt::format("up to {} KiB on 2, 4, 8, 16 nodes, and on {} or more", kTinyBytes >> 10,
                            kNodesForFolding);
     }
-    if (row.preferred == Preferred::ManyNodes) {
-      chosen = fmt::format("on {}, {}, {}, ... nodes", kManyNodes, 2 * kManyNodes, 4 * kManyNodes);
+    if (row.preferred == Preferred::Halving) {
+      chosen = fmt::format(
+          "on {}, {}, ... nodes; on 4, 8, 16, 32 for shares from {} KiB to less than 64 KiB a node",
+          kManyNodes, 2 * kManyNodes, kLeastHalvedBytes >> 10);
     }
     if (row.preferred == Preferred::No) chosen = "by SMDDP_ALGORITHM only";
     infos.push_back({row.collective, row.choice.name, serves, chosen});

@@ -48,6 +48,13 @@ inline constexpr int64_t kMostWindow = 1 << 8;
     "Default: the first of efa, cxi and verbs that the machine has a card for, else sockets.")                 \
   X(std::string, interface, "SMDDP_INTERFACE", "",                                                             \
     "Network interface between nodes, such as eth0. Default: the interface that routes to MASTER_ADDR.")       \
+  X(std::string, congestionControl, "SMDDP_CONGESTION_CONTROL", "auto",                                        \
+    "Congestion control of TCP sockets between nodes. auto: what the system has; but cubic, or else reno, if " \
+    "the kernel allows it, where the system has BBR, a round trip takes up to 3 ms and few packets are lost. " \
+    "system: what the system has. Or a name; where the kernel does not allow it, the log and "                 \
+    "smddp.describe() say so, and connections keep what the system has. The sockets of libfabric and NCCL "    \
+    "always keep it.",                                                                                         \
+    .words = "auto, system, cubic, reno, bbr or dctcp")                                                        \
   X(int64_t, hostTimeout, "SMDDP_HOST_TIMEOUT", 4,                                                             \
     "A rank that waits for a rank on another host gives it up when that host answers nothing for so long. "    \
     "The log has it after one second. A switch or a bond takes 1 to 2 s to change over; the default is twice " \

@@ -138,6 +138,7 @@ def about(start: RunStart, **config: Any) -> dict[str, Any]:
             "machine": platform.machine(),
             "torch": torch.__version__,
             "smddp": _load.load().build_info(),
+            "congestion_control": _load.load().congestion_control(),
             **config,
         },
     }

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from smddp.torch import _load
+
 __all__ = ["connect"]
 
 _TIMEOUT = 60.0
@@ -45,7 +47,7 @@ def connect(timeout: float = _TIMEOUT) -> list[socket.socket | None]:
         with _on_all_ranks():
             # The kernel accepts connections for the server, so no rank waits for another one here.
             for other, (host, port, their_token) in enumerate(places[:rank]):
-                stream = socket.create_connection((host, port), timeout=_left(deadline))
+                stream = _dial(host, port, deadline)
                 streams[other] = opened.enter_context(stream)
                 stream.sendall(their_token + rank.to_bytes(_RANK_BYTES, "big"))
             while None in streams[rank + 1 :]:
@@ -53,6 +55,7 @@ def connect(timeout: float = _TIMEOUT) -> list[socket.socket | None]:
                 streams[other] = opened.enter_context(stream)
             for each in filter(None, streams):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _load.load().set_congestion_control(each.fileno())
         opened.pop_all()
     return streams
 
@@ -83,7 +86,30 @@ def _listen() -> tuple[socket.socket, str]:
     # 127.0.1.1. All ranks have connected to MASTER_ADDR when the job began, so this name works.
     if own == target[0] or ipaddress.ip_address(own).is_loopback:
         own = master
-    return socket.create_server(("", 0), family=family, backlog=dist.get_world_size()), own
+    server = socket.create_server(("", 0), family=family, backlog=dist.get_world_size())
+    # The streams that it accepts inherit it.
+    _load.load().set_congestion_control(server.fileno())
+    return server, own
+
+
+def _dial(host: str, port: int, deadline: float) -> socket.socket:
+    """Returns a connection that has the congestion control of smddp's from its first byte on."""
+    problem: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    ):
+        with contextlib.ExitStack() as opened:
+            try:
+                stream = opened.enter_context(socket.socket(family, kind, protocol))
+                _load.load().set_congestion_control(stream.fileno())
+                stream.settimeout(_left(deadline))
+                stream.connect(address)
+            except OSError as error:
+                problem = error
+                continue
+            opened.pop_all()
+            return stream
+    raise problem or OSError(f"{host} has no address")
 
 
 def _left(deadline: float) -> float:

@@ -310,6 +310,18 @@ def _cards() -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _congestion_control() -> Finding:
+    found = _load.load().congestion_control()
+    if found["hindered"]:
+        return Finding(
+            "TCP", _WARNING, found["text"],
+            "allow cubic or reno, or what SMDDP_CONGESTION_CONTROL names, as root: sysctl "
+            'net.ipv4.tcp_allowed_congestion_control="reno cubic ..."; within a data centre BBR '
+            "takes up to twice the time",
+        )  # fmt: skip
+    return Finding("TCP", _OK, found["text"])
+
+
 def _interface() -> Finding:
     names = [name for _, name in socket.if_nameindex()]
     asked = os.environ.get("SMDDP_INTERFACE", "")
@@ -345,7 +357,7 @@ def _is_address_here(text: str) -> bool:
 
 _CHECKS: list[Callable[[], Any]] = [
     _settings, _versions, _instructions, _numa, _clock, _files, _memory, _huge_pages, _cards,
-    _interface,
+    _congestion_control, _interface,
 ]  # fmt: skip
 
 

@@ -29,6 +29,12 @@ class BuildInfo(TypedDict):
     simd: str
     no_libfabric: str  # why libfabric cannot be used; empty if it can
 
+class CongestionControl(TypedDict):
+    system: str
+    on_short_paths: str
+    text: str  # what connections have, and why
+    hindered: bool  # something better, or what was asked for, is not allowed
+
 class ProcessGroup(torch._C._distributed_c10d.Backend):
     def __init__(
         self,
@@ -136,6 +142,12 @@ def build_info() -> BuildInfo: ...
 
 # Where processes of other nodes connect to this one: numeric.
 def address_for_peers() -> str: ...
+
+# Of TCP sockets between nodes.
+def congestion_control() -> CongestionControl: ...
+
+# Gives a socket what data connections have; before and after it is connected.
+def set_congestion_control(socket: int) -> None: ...
 def set_error_types(types: dict[str, Any]) -> None: ...
 
 # Rows of (collective, algorithm, layouts that it supports, when it is chosen).

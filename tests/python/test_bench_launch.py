@@ -15,6 +15,7 @@ from bench_runs import ROOT, bench, rows_of, run
 
 from smddp.bench import mpi
 from smddp.bench.operations import OPERATIONS
+from smddp.torch import _load
 
 # An environment of its own, because some programs behave differently if they find mpi4py.
 MPI_PREFIX = next((p for p in [ROOT / ".venv-mpi"] if p.exists()), Path(sys.prefix))
@@ -61,6 +62,7 @@ def test_on_hosts_with_a_link(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads(file.read_text())
     assert written["config"]["ranks_of_nodes"] == [2, 2]
+    assert written["config"]["congestion_control"] == _load.load().congestion_control()
     # One gigabit less the headers. It would be more if the link were not limited.
     assert 0 < written["config"]["limits"]["link_gbps"] < 0.125
     assert [r["backend"] for r in written["results"]] == ["smddp", "smddp", "gloo", "bound"]

@@ -98,6 +98,14 @@ def test_variables(
     assert not [name for name in found if name != check and found[name][0] == "fault"]
 
 
+@pytest.mark.parametrize(("hindered", "state"), [(False, "ok"), (True, "warning")])
+def test_congestion_control(hindered: bool, state: str) -> None:
+    made_up = {"system": "bbr", "on_short_paths": "bbr", "text": "bbr", "hindered": hindered}
+    found = _diagnose(f"doctor._load.load().congestion_control = lambda: {made_up}")
+    assert found["TCP"][:2] == (state, "bbr")
+    assert ("sysctl" in found["TCP"][2]) == hindered
+
+
 @pytest.mark.parametrize(
     ("which", "value", "check", "state", "text", "remedy"),
     [

@@ -304,6 +304,7 @@ def _bad_setting() -> str:
         ("SMDDP_IN_FLIGHT", "255", "is not a whole number of operations from 0 to 254"),
         ("SMDDP_SIMD", "avx1024", "expects auto, scalar, avx2 or avx512; unset it for auto"),
         ("SMDDP_SIMD", "or", "expects auto, scalar, avx2 or avx512"),
+        ("SMDDP_CONGESTION_CONTROL", "cubik", "expects auto, system, cubic, reno, bbr or dctcp"),
         ("SMDDP_STAGING_STORES", "fast", "expects auto, ordinary or streaming"),
         ("SMDDP_GPU_PATH", "ncc", "expects auto, host, nccl, ipc or rails"),
         ("SMDDP_ALGORITHM", "allreduce=rign", 'allreduce has no algorithm "rign", only one_shot'),

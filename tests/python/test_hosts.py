@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import hosts
 import programs
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from test_failure import Failure, failure_of
 
 import smddp
+from smddp.torch import _load
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -53,6 +56,31 @@ def test_hosts_meet_on_their_network(network: hosts.Network) -> None:
         if rank != 0:
             assert listening
             assert set(listening) == {network.address(rank // 2)}
+
+
+def _names_of_congestion_control(paced: bool) -> tuple[str, str, str]:
+    if paced:
+        # As on many cloud images. Each network namespace has a default of its own.
+        Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("bbr")
+    dist.init_process_group("smddp", timeout=timedelta(seconds=20))
+    dist.all_reduce(torch.ones(1_000_000))
+    dist.barrier()
+    text = smddp.describe()
+    found = _load.load().congestion_control()
+    dist.destroy_process_group()
+    return found["system"], found["on_short_paths"], text
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.01])
+def test_congestion_control_of_the_path(delay: float) -> None:
+    allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
+    paced = "bbr" in allowed
+    with hosts.Hosts(2, delay=delay) as network:
+        outcomes = ranks.check_ranks(_names_of_congestion_control, "1+1", paced, network=network)
+    for system, short, text in outcomes:
+        assert (short == system) == (not paced)
+        name = system if delay else short
+        assert re.search(rf"; \d connections? with {name}$", text), text
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 #include "bootstrap/local_address.h"
 #include "reduction/reduce.h"
+#include "transport/congestion.h"
 #include "transport/fabric/fabric.h"
 
 namespace smddp::engine::process {
@@ -17,6 +18,16 @@ Capabilities capabilities() {
 
 std::string addressForPeers(const Settings& settings) {
   return bootstrap::localAddress(settings, environment("MASTER_ADDR"));
+}
+
+CongestionControl congestionControl(const Settings& settings) {
+  const transport::CongestionChooser chooser(settings.congestionControl);
+  return {chooser.system(), chooser.onShortPaths(), chooser.describe(), chooser.isHindered()};
+}
+
+void setCongestionControl(const Settings& settings, int socket) {
+  transport::NetworkPath path;
+  transport::CongestionChooser(settings.congestionControl).review(socket, path);
 }
 
 }  // namespace smddp::engine::process

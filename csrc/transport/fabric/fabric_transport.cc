@@ -13,6 +13,7 @@
 #include "common/file_descriptor.h"
 #include "common/log.h"
 #include "common/random.h"
+#include "transport/congestion.h"
 
 namespace smddp::transport::fabric {
 namespace {
@@ -422,10 +423,14 @@ size_t FabricTransport::reportFailures() {
 
 std::string FabricTransport::describe() const {
   const uint32_t version = library().version();
+  // The sockets of such a provider are not ours.
+  const std::string& provider = endpoint_->provider().provider;
+  const bool isTcp = provider.starts_with("tcp") || provider == "net" || provider == "sockets";
   return fmt::format(
-      "libfabric {}.{}, {}, {}", FI_MAJOR(version), FI_MINOR(version),
+      "libfabric {}.{}, {}, {}{}", FI_MAJOR(version), FI_MINOR(version),
       fabric::describe(endpoint_->provider(), endpoint_->protocol(), why_),
-      endpoint_->waitDescriptor() >= 0 ? "waits on a descriptor" : "waits by polling");
+      endpoint_->waitDescriptor() >= 0 ? "waits on a descriptor" : "waits by polling",
+      isTcp ? ", " + CongestionChooser("system").describe() : "");
 }
 
 }  // namespace smddp::transport::fabric

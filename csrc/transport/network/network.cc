@@ -4,6 +4,7 @@
 
 #include "common/error.h"
 #include "common/log.h"
+#include "transport/congestion.h"
 #include "transport/fabric/fabric.h"
 #include "transport/tcp/tcp_transport.h"
 
@@ -34,11 +35,16 @@ std::unique_ptr<Transport> open(const Settings& settings, const std::string& hos
           error.what());
     }
   }
+  CongestionChooser chooser(settings.congestionControl);
+  if (settings.congestionControl != "auto" && chooser.isHindered()) {
+    SMDDP_LOG(Warn, "transport", "{} (SMDDP_CONGESTION_CONTROL)", chooser.describe());
+  }
   return std::make_unique<tcp::TcpTransport>(
       tcp::Options{.host = host,
                    .reason = isNamed ? "by SMDDP_PROVIDER" : "no usable efa, cxi or verbs card",
                    .seal = Seal(settings.jobToken.text),
-                   .hostTimeout = fromSeconds(settings.hostTimeout)});
+                   .hostTimeout = fromSeconds(settings.hostTimeout),
+                   .congestion = std::move(chooser)});
 }
 
 }  // namespace smddp::transport::network

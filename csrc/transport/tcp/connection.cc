@@ -86,6 +86,7 @@ void Connection::send(std::vector<uint64_t>& done) {
     }
     // The socket has taken all that it has room for.
     isWritable_ = static_cast<size_t>(sent) == total;
+    bytesSent_ += static_cast<uint64_t>(sent);
     for (auto left = static_cast<size_t>(sent); left > 0;) {
       Outgoing& out = queue_.front();
       const size_t part = std::min(left, out.bytes() - out.sent);

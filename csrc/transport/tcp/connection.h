@@ -53,6 +53,7 @@ class Connection {
   // Sends what the socket takes, if it may take something. Appends the tokens of puts that have left.
   void send(std::vector<uint64_t>& done);
   bool hasQueued() const { return !queue_.empty(); }
+  uint64_t bytesSent() const { return bytesSent_; }
   // Whether the other host has acknowledged all of it.
   bool isDelivered() const;
 
@@ -102,6 +103,7 @@ class Connection {
   // Why nothing can be sent any more. It becomes failure_ when all that has arrived is received.
   std::string sendFailure_;
   std::deque<Outgoing> queue_;
+  uint64_t bytesSent_ = 0;
   bool isWritable_ = true;
   bool isReadable_ = true;
   bool isEnding_ = false;

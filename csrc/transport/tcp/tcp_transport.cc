@@ -9,6 +9,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <map>
 #include <utility>
 
 #include "common/epoll.h"
@@ -25,6 +26,7 @@ constexpr int kEventsPerPoll = 64;
 // The read for the head of a shorter payload brings most of it along, and that is copied in any case.
 constexpr size_t kLeastPlaced = 4096;
 constexpr Nanoseconds kListenAgain = 1'000'000'000;
+constexpr uint64_t kReviewBytes = 1 << 20;
 
 // A numeric address for bind() and connect().
 class SocketAddress {
@@ -98,6 +100,7 @@ TcpTransport::TcpTransport(Options options)
   if (!epoll_) raise(ErrorKind::Resource, "no epoll: {}", std::strerror(errno));
   const SocketAddress address(options_.host, 0);
   listener_ = newSocket(address.family());
+  options_.congestion.begin(listener_.get());
   sockaddr_storage bound{};
   socklen_t length = sizeof bound;
   if (::bind(listener_.get(), address.get(), address.length()) != 0 ||
@@ -165,6 +168,11 @@ TcpTransport::Link& TcpTransport::add(FileDescriptor socket) {
   return link;
 }
 
+void TcpTransport::review(Link& link) {
+  options_.congestion.review(link.connection.descriptor(), link.path);
+  link.reviewAt = link.connection.bytesSent() + kReviewBytes;
+}
+
 TcpTransport::Link* TcpTransport::outgoing(Peer& peer) {
   if (peer.out == nullptr && !peer.failed && peer.nextDial.passed(clock_)) dial(peer);
   return peer.out == nullptr || peer.out->isConnecting ? nullptr : peer.out;
@@ -173,6 +181,7 @@ TcpTransport::Link* TcpTransport::outgoing(Peer& peer) {
 void TcpTransport::dial(Peer& peer) {
   const SocketAddress address(peer.address.host, peer.address.port);
   FileDescriptor socket = newSocket(address.family());
+  options_.congestion.begin(socket.get());
   if (::connect(socket.get(), address.get(), address.length()) != 0 && errno != EINPROGRESS)
     return onDialError(peer, errno);
   Link& link = add(std::move(socket));
@@ -197,7 +206,10 @@ bool TcpTransport::finishDial(Link& link) {
   socklen_t size = sizeof error;
   if (::getsockopt(link.connection.descriptor(), SOL_SOCKET, SO_ERROR, &error, &size) != 0)
     error = errno;
-  if (error == 0) return true;
+  if (error == 0) {
+    review(link);
+    return true;
+  }
   Peer& peer = *link.peer;
   peer.out = nullptr;
   close(link);
@@ -224,7 +236,9 @@ void TcpTransport::accept() {
     // If all have said who they are, the new one is closed.
     if (numStrangers_ >= maxStrangers_ && !dropSilent()) continue;
     ++numStrangers_;
-    noteBusy(add(std::move(socket)));
+    Link& link = add(std::move(socket));
+    review(link);
+    noteBusy(link);
   }
 }
 
@@ -318,6 +332,7 @@ size_t TcpTransport::serve(Link& link, Sink& sink) {
     ++events;
   }
   connection.send(done_);
+  if (connection.bytesSent() >= link.reviewAt) review(link);
   for (const uint64_t token : std::exchange(done_, {})) {
     ++events;
     sink.onPutDone(token);
@@ -417,7 +432,17 @@ void TcpTransport::closeLinksOf(PeerId peer) {
 }
 
 std::string TcpTransport::describe() const {
-  return fmt::format("TCP sockets, address {} ({})", options_.host, options_.reason);
+  std::map<std::string, int> numbers;
+  for (const Link& link : links_) {
+    if (!link.isConnecting) ++numbers[congestionControlOf(link.connection.descriptor())];
+  }
+  std::string now;
+  for (const auto& [name, number] : numbers) {
+    now += fmt::format("{}{} connection{} with {}", now.empty() ? "; " : ", ", number,
+                       number == 1 ? "" : "s", name);
+  }
+  return fmt::format("TCP sockets, address {} ({}), {}{}", options_.host, options_.reason,
+                     options_.congestion.describe(), now);
 }
 
 }  // namespace smddp::transport::tcp

@@ -19,6 +19,7 @@
 #include "common/file_descriptor.h"
 #include "common/redial.h"
 #include "common/seal.h"
+#include "transport/congestion.h"
 #include "transport/tcp/connection.h"
 #include "transport/tcp/frames.h"
 #include "transport/transport.h"
@@ -37,6 +38,7 @@ struct Options {
   size_t maxStrangers = 1024;
   // How long a peer may be out of reach when this process connects to it.
   Nanoseconds hostTimeout = 4'000'000'000;
+  CongestionChooser congestion{"auto"};  // of the connections
 };
 
 class TcpTransport final : public Transport {
@@ -68,6 +70,8 @@ class TcpTransport final : public Transport {
     uint64_t sender = 0;    // who has opened it; 0 if this process has, or before the Hello
     bool isQueued = false;  // in busy_
     bool isConnecting = false;
+    NetworkPath path;
+    uint64_t reviewAt = 0;  // look at the path again when so many bytes have been sent
   };
   struct Peer {
     PeerId number = 0;
@@ -87,6 +91,8 @@ class TcpTransport final : public Transport {
   // The kernel has connected the link, or given up. False: it has given up, and the link is gone.
   bool finishDial(Link& link);
   Link& add(FileDescriptor socket);
+  // Sets the congestion control that suits the path, as far as it is known.
+  void review(Link& link);
   void accept();
   // Makes room: the oldest connection that has not said who it is does so, or is closed. False: all have said it.
   bool dropSilent();

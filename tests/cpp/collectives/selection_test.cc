@@ -71,6 +71,39 @@ TEST(Selection, TakesTheAllreduceForTheNumberOfNodes) {
   }
 }
 
+// `ranks` ranks on each of `count` nodes.
+plan::Topology manyRanks(int count, int ranks) {
+  std::vector<std::vector<Rank>> nodes(static_cast<size_t>(count));
+  for (Rank r = 0; r < count * ranks; ++r) nodes[static_cast<size_t>(r / ranks)].push_back(r);
+  return {nodes, 0};
+}
+
+TEST(Selection, HalvesOnAFewNodesWhereNotAllOfThemWouldServe) {
+  const auto allreduce = [](int nodes, int ranks, int64_t kib) {
+    return std::string(chosen(manyRanks(nodes, ranks), shapeOf(Collective::AllReduce, kib << 10)));
+  };
+  // Nodes, ranks of each, and the sizes between which it is taken, in KiB.
+  const int64_t rows[][4] = {
+      {4, 1, 32, 256}, {8, 1, 32, 512}, {16, 1, 32, 1024}, {4, 2, 64, 512}, {8, 2, 64, 1024}};
+  for (const auto& [nodes, ranks, first, end] : rows) {
+    const auto what = [&](int64_t kib) {
+      return allreduce(static_cast<int>(nodes), static_cast<int>(ranks), kib);
+    };
+    EXPECT_EQ(what(first - 1), "direct") << nodes << "x" << ranks;
+    EXPECT_EQ(what(first), "halving_doubling") << nodes << "x" << ranks;
+    EXPECT_EQ(what(end - 1), "halving_doubling") << nodes << "x" << ranks;
+    EXPECT_EQ(what(end), "direct") << nodes << "x" << ranks;
+  }
+  for (const int nodes : {2, 3, 5, 6, 7, 12}) {
+    for (const int64_t kib : {16, 32, 64, 128, 256, 512}) {
+      EXPECT_EQ(allreduce(nodes, 1, kib), "direct") << nodes << " nodes, " << kib << " KiB";
+    }
+  }
+  Shape encoded = shapeOf(Collective::AllReduce, 64 << 10);
+  encoded.wire = Wire::bf16;
+  EXPECT_STREQ(chosen(manyNodes(4), encoded), "direct") << "halving and doubling knows no formats";
+}
+
 TEST(Selection, NeverTakesRecursiveDoublingBeyondTheStagingMemory) {
   plan::Limits limits;
   limits.halfBytes = 8 << 10;

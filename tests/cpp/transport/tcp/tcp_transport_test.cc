@@ -14,6 +14,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <thread>
 
@@ -345,6 +346,27 @@ TEST_F(TcpPosted, NothingArrivesThereAfterItIsWithdrawn) {
   // What came before went to posted memory; the rest lies in the slot.
   EXPECT_TRUE(std::equal(before.begin(), before.begin() + kBytes / 4, payload_.begin()));
   EXPECT_TRUE(std::equal(slot_.end() - 4096, slot_.end(), payload_.end() - 4096));
+}
+
+TEST(TcpTransport, ConnectionsHaveTheCongestionControlOfTheirPath) {
+  const auto names = allowedCongestionControls();
+  if (std::find(names.begin(), names.end(), "reno") == names.end()) {
+    GTEST_SKIP() << "the kernel does not allow reno";
+  }
+  tcp::Options choosing = options("token");
+  choosing.congestion = CongestionChooser("auto", {"bbr", {"reno"}});
+  tcp::TcpTransport one(choosing), other(choosing);
+  EXPECT_THAT(one.describe(), ::testing::HasSubstr("congestion control reno; bbr, the system's, "));
+  RecordingSink sink, itsSink;
+  one.connect(other.address(), "the peer");
+  send(other, other.connect(one.address(), "this rank"), pattern(10, 1), itsSink);
+  for (int i = 0; i < 100 && sink.controls.empty(); ++i) {
+    other.poll(itsSink);
+    one.poll(sink);
+  }
+  for (const tcp::TcpTransport* transport : {&one, &other}) {
+    EXPECT_THAT(transport->describe(), ::testing::EndsWith("; 1 connection with reno"));
+  }
 }
 
 TEST(TcpStrangers, ThoseWithoutTheTokenAreRefused) {
