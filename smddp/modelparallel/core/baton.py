@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from smddp.modelparallel.core.order import TaskName, TaskOrder
 
-__all__ = ["Aborted", "Baton", "Inbox", "Priority", "Task", "Ticket"]
+__all__ = ["Aborted", "Baton", "Current", "Inbox", "Priority", "Task", "Ticket"]
 
 
 class Aborted(BaseException):
@@ -94,6 +94,16 @@ class Task:
         self.number: int | None = None
 
 
+class Current(threading.local):
+    """What is different on each thread.
+
+    Attributes:
+        task: that runs on it; None on threads that are not of a baton, and between tasks.
+    """
+
+    task: Task | None = None
+
+
 class Inbox(Protocol):
     """Where messages come from; the thread that holds the baton takes them between two tasks."""
 
@@ -122,6 +132,7 @@ class Baton:
     `wait_until_idle`.
 
     Attributes:
+        current: the tasks of threads, for code that asks often.
         order: decides, with other ranks, which task is next; None if this rank decides alone.
         watch: makes a context that is entered around each task; None for nothing.
         context: the values of ContextVars that tasks find.
@@ -171,12 +182,12 @@ class Baton:
         self._held = self._blocked = False
         self._aborted = self._idle_awaited = self._closed = False
         self._quiet = threading.Condition(self._lock)
-        self._current = threading.local()
+        self.current = Current()
 
     @property
     def task(self) -> Task | None:
         """The task that runs on the calling thread; None on other threads."""
-        return getattr(self._current, "task", None)
+        return self.current.task
 
     def begin(self) -> None:
         """Begins a step: accepts tasks again after an abort. No task may be left."""
@@ -217,7 +228,7 @@ class Baton:
         Raises:
             Aborted: the step failed meanwhile.
         """
-        task = self.task
+        task = self.current.task
         assert task is not None
         assert task.worker is not None
         if self.order is not None and task.number is not None and not self._aborted:
@@ -437,7 +448,7 @@ class Baton:
             if task is None:
                 task = self._find_work(worker, None)
             task.worker = worker
-            self._current.task = task
+            self.current.task = task
             try:
                 # Each task changes a copy of its own.
                 context = self.context.copy()
@@ -454,7 +465,7 @@ class Baton:
                 self._clean_up(task)
             number = task.number
             # While this thread sleeps, it must not keep the task's objects alive.
-            self._current.task = task = None
+            self.current.task = task = None
             with self._lock:
                 self._running = None
                 if number is not None and self.order is not None:

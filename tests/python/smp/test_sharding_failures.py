@@ -435,8 +435,8 @@ def one_calls_another_step(other: int) -> str:
         executor.ending.fail = lambda *why: (await_ranks("body", 2), fail(*why))
     elif smp.pp_rank() == 1:
         # The news of the failure take longer than the division.
-        on_stop = executor.on_stop
-        executor.on_stop = lambda failure: (await_division(model), on_stop(failure))
+        on_stop = executor.member.on_stop
+        executor.member.on_stop = lambda failure: (await_division(model), on_stop(failure))
     x = torch.ones(4, 8)
     step = functools.partial(changing, what="") if smp.rank() == other else waiting
     with pytest.raises(SMPError) as caught:

@@ -228,7 +228,6 @@ class DistributedModel(ModelQueries):
     @contextlib.contextmanager
     def _compared(self, args: Any, kwargs: Any) -> Iterator[None]:
         """Outside a step, compares the batches of the ranks of the tp group; see `same_batch`."""
-        modules = self.runtime.executor.modules
         with contextlib.ExitStack() as stack:
             if state.topology.tp_size > 1:
                 forward = self.get_module().forward
@@ -236,11 +235,8 @@ class DistributedModel(ModelQueries):
                 seed = seed_of_batch(draw_seed(), batch)
                 if state.cfg.prescaled_batch:
                     stack.enter_context(seeded(seed))
-            modules.calling = True
-            try:
-                yield
-            finally:
-                modules.calling = False
+            stack.enter_context(self.runtime.model.routing.outside_a_step())
+            yield
 
     def backward(
         self,

@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.failure import OrderMattersError, PlanChangedError
 from smddp.modelparallel.core.step_machine import Verdict
-from smddp.modelparallel.torch.activations.offload import Offloader
 from smddp.modelparallel.torch.common import device
 from smddp.modelparallel.torch.common.buffers import Buffers
 from smddp.modelparallel.torch.common.dtypes import convert
@@ -38,9 +37,9 @@ from smddp.modelparallel.torch.optimizer.stand_ins import StandIns
 from smddp.modelparallel.torch.partition.decide import decide_and_report
 from smddp.modelparallel.torch.partition.placement import Decision, Placement
 from smddp.modelparallel.torch.pipeline.executor import Executor
-from smddp.modelparallel.torch.pipeline.modules import Modules, difference
+from smddp.modelparallel.torch.pipeline.model import PipelineModel
+from smddp.modelparallel.torch.pipeline.modules import difference
 from smddp.modelparallel.torch.pipeline.order_group import OrderGroup
-from smddp.modelparallel.torch.pipeline.outlook import Outlook
 from smddp.modelparallel.torch.pipeline.protocol import Kind
 from smddp.modelparallel.torch.pipeline.step import Schedule, StepBegin, StepReport
 from smddp.modelparallel.torch.sharding.sharding import Sharding
@@ -61,6 +60,7 @@ class ModelRuntime:
     Attributes:
         module: the model that was wrapped.
         executor: runs the steps.
+        model: the calls of modules on this rank.
         placement: which modules live here.
         data_parallel: makes gradients equal on all replicas.
         model_state: makes and loads state dicts.
@@ -113,22 +113,19 @@ class ModelRuntime:
         mark_divided(module)
         self.executor = _executor(state)
         executor = self.executor
-        modules = Modules(executor, executor.caller, module, state.cfg.direct_forwarding)
-        executor.adopt(modules)
+        self.model = PipelineModel(executor, executor.caller, module, state.cfg.direct_forwarding)
+        modules = self.model.modules
+        executor.adopt(self.model)
         self._offloads = state.cfg.offload_activations
         if self._offloads:
             horizon = state.cfg.activation_loading_horizon
-            if executor.size > 1:
-                modules.outlook = Outlook(horizon)
-                plan = modules.outlook.soonest
-            else:
-                # Without other tasks in between: the calls that were made last are needed first.
-                plan = lambda keys: keys[: -horizon - 1 : -1]  # noqa: E731
-            modules.offloader = Offloader(plan, self._memory)
+            self.model.local.offload(horizon, executor.size == 1, self._memory)
         topology = state.topology
-        self.placement = Placement(modules, topology.rank_in("pp"), topology.pp_size)
+        self.placement = Placement(
+            modules, self.model.homes, topology.rank_in("pp"), topology.pp_size
+        )
         manual = not state.cfg.auto_partition
-        self.checkpoints = ActivationCheckpoints(modules, manual, topology.rank == 0)
+        self.checkpoints = ActivationCheckpoints(self.model, manual, topology.rank == 0)
         self.sharding: Sharding | None = None
         self._sum = GradientSum(data_parallel.final)
         cfg = state.cfg
@@ -145,6 +142,8 @@ class ModelRuntime:
                 timeout_of(state.groups.sharding.parameters).total_seconds(),
             )
             self._sum = self.sharding.sums
+            ordered = executor.baton.order is not None
+            self.model.local.surround(self.sharding, self.sharding.gathers if ordered else None)
         self.model_state = ModelState(module, self.placement, self.sharding)
         # Not plain dicts: the handles keep weak references to them.
         self._hooks: dict[str, OrderedDict[int, Callable[..., Any]]] = {
@@ -175,7 +174,7 @@ class ModelRuntime:
         self.announced: Example | None = None
         self.norms = 0
         self.warned_of_copies = False
-        modules.install()
+        self.model.taken.install()
         if topology.pp_size == 1:
             self.apply(Decision.one_partition(modules))
 
@@ -236,7 +235,7 @@ class ModelRuntime:
             decision = decide_and_report(
                 self._state.cfg,
                 self.module,
-                executor.modules,
+                self.model.modules,
                 self.placement,
                 args,
                 kwargs,
@@ -254,7 +253,7 @@ class ModelRuntime:
         self._refuse_new_modules()
         self._refuse_early_changes()
         with executor.ending.deciding():
-            decision = agree(self.data_parallel.group, executor.modules.names, make)
+            decision = agree(self.data_parallel.group, self.model.modules.names, make)
             for peer in executor.peers:
                 executor.send(peer, Kind.PARTITION, decision)
         self.apply(decision)
@@ -262,7 +261,7 @@ class ModelRuntime:
     def _refuse_new_modules(self) -> None:
         """Raises if the script has put modules into the model since it was wrapped."""
         for name, module in self.module.named_modules():
-            if self.executor.modules.number_of(module) is None:
+            if self.model.modules.number_of(module) is None:
                 raise SMPUsageError(
                     f"module {name!r} was put into the model after smp.DistributedModel, so it is "
                     "not known on which rank it lives: change the model before"
@@ -322,13 +321,14 @@ class ModelRuntime:
     def _apply(self, decision: Decision) -> None:
         divides = None if self.sharding is None else self.sharding.divides
         self.placement.apply(decision, self.device, divides)
+        self.model.taken.take_forward()
         self.checkpoints.apply()
         local = self._frozen = self.placement.parameters()
         self._take_gradients()
         self.buffers = Buffers(self.module, self.placement.owns_buffer)
         if self.executor.size > 1:
             self.buffers.save()
-            self.executor.modules.replaced = self.buffers.was_replaced
+            self.model.values.look_for_replaced(self.buffers.was_replaced)
         self._unplaced = None
         self.data_parallel.adopt(local, self.buffers, self.device)
         for optimizer in self._state.current_optimizers():
@@ -408,9 +408,6 @@ class ModelRuntime:
         in_order = several and (again or watched or self._order_matters.get(name, True))
         if several:
             self.placement.begin_step()
-        modules = self.executor.modules
-        if modules.offloader is not None:
-            modules.offloader.begin_step()
         microbatches = schedule.microbatches
         # Almost all parameters contribute once. If whole gradients of sharded ones waited for the
         # end of the first backward pass, it would need memory for those of the whole model.
@@ -419,10 +416,12 @@ class ModelRuntime:
         self.data_parallel.begin_step(self._sum, divisor, again)
         if self.sharding is not None:
             self.sharding.gathers.begin_step((name, torch.is_grad_enabled()), again)
-        modules.predicts_structures = not again
-        modules.in_order = in_order
         alone = microbatches == 1 and self.data_parallel.size == 1 and not several
-        modules.begin_step(watched and not alone, again, body if several else None)
+        if in_order:
+            schedule = schedule._replace(active=1)
+        self.model.begin_step(
+            schedule, body if several else None, watched and not alone, in_order, again
+        )
         # A Redo restores these values. With one partition there is one only with sharded
         # parameters; there is none in a second attempt.
         if (several or self.sharding is not None) and not again:
@@ -431,7 +430,7 @@ class ModelRuntime:
             self._unplaced = Buffers(self.module)
             self._unplaced.save()
             self._refuse_gradients()
-        return schedule._replace(active=1) if in_order else schedule
+        return schedule
 
     def report(self) -> StepReport:
         """Returns what to tell the other ranks; see `StepModel`.
@@ -446,15 +445,15 @@ class ModelRuntime:
             raise PlanChangedError("parameters were not needed in the order of the last step")
         if self.executor.size == 1 or not self.divided:
             return StepReport(False, {}, self.updates_masters)
-        modules = self.executor.modules
-        places = set(modules.buffers_read)
-        for number in modules.out_of_order:
-            places.update((number, name) for name in modules.by_number[number]._buffers)
-        changed = any(self.buffers.changed(modules.full_name(*place)) for place in places)
-        changed |= not modules.keepers.isdisjoint(modules.out_of_order)
-        changed |= modules.shared is not None and modules.shared.in_order
+        model = self.model
+        places = set(model.values.read)
+        for number in model.local.out_of_order:
+            places.update((number, name) for name in model.modules.by_number[number]._buffers)
+        changed = any(self.buffers.changed(model.modules.full_name(*place)) for place in places)
+        changed |= not model.changes.keepers.isdisjoint(model.local.out_of_order)
+        changed |= model.changes.order_matters
         forms, form_changed = self.placement.changed_forms()
-        if not modules.in_order and (changed or form_changed):
+        if not model.homes.in_order and (changed or form_changed):
             raise OrderMattersError("what modules keep in the step depends on the order of calls")
         return StepReport(changed, forms, self.updates_masters)
 
@@ -513,7 +512,7 @@ class ModelRuntime:
                 raise
             return error
         # If other calls wait from now on, tasks will be divided at other places.
-        if self.sharding is not None and succeeded and self.executor.modules.settled:
+        if self.sharding is not None and succeeded and self.model.learned.settled:
             self.sharding.gathers.accept()
         return None
 
@@ -541,7 +540,7 @@ class ModelRuntime:
     def _warn_of_nothing_offloaded(self) -> None:
         """Warns once if activations are to be offloaded, and none can be."""
         offloads, self._offloads = self._offloads, False
-        asked = self.checkpoints.any or self.executor.modules.calls_recomputed
+        asked = self.checkpoints.any or self.model.routing.recomputes
         if offloads and not asked and self._state.topology.rank == 0:
             log.warning(
                 "smp: offload_activations has no effect: it moves the arguments of modules with "
@@ -550,10 +549,7 @@ class ModelRuntime:
 
     def begin(self, name: str, names: list[str] | None) -> StepBegin:
         """Returns what rank 0 tells the others at the beginning of a step; see `StepModel`."""
-        modules = self.executor.modules
-        flags = bytes(module.training for module in modules.by_number)
-        changed = None if flags == modules.training_flags else flags
-        modules.training_flags = flags
+        changed = self.model.routing.training_for_others()
         return StepBegin(self.steps, name, changed, names, self.checkpoints.digest)
 
     def compare(self) -> None:
@@ -571,7 +567,7 @@ class ModelRuntime:
                 f"rank 0 of the pipeline is in step {begin.number} ({begin.name}), this rank in "
                 f"step {self.steps}: every rank has to make the same calls"
             )
-        rank, names = self.executor.rank, self.executor.modules.names
+        rank, names = self.executor.rank, self.model.modules.names
         if begin.modules is not None and begin.modules != names:
             raise SMPUsageError(
                 f"the models of ranks 0 and {rank} of the pipeline differ: "
@@ -585,15 +581,12 @@ class ModelRuntime:
                 "calls of smp.set_activation_checkpointing"
             )
         if begin.training_flags is not None:
-            flags = self.executor.modules.training_flags = begin.training_flags
-            for module, flag in zip(self.executor.modules.by_number, flags, strict=True):
-                module.training = bool(flag)
+            self.model.routing.set_training(begin.training_flags)
 
     def end_microbatch(self, microbatch: int) -> None:
         """Notes that a microbatch gives no more gradients here."""
         self._sum.end_microbatch(microbatch)
-        if self.executor.modules.shared is not None:
-            self.executor.modules.shared.begin(microbatch)
+        self.model.changes.end_microbatch(microbatch)
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Takes the gradient that autograd has left in `Parameter.grad`.

@@ -39,8 +39,8 @@ from smddp.modelparallel.torch.pipeline import passes
 from smddp.modelparallel.torch.pipeline.collector import Collector, KnownCall
 from smddp.modelparallel.torch.pipeline.frame import Frame
 from smddp.modelparallel.torch.pipeline.lazy import Lazy
+from smddp.modelparallel.torch.pipeline.method import DIFFERENTIATE
 from smddp.modelparallel.torch.pipeline.protocol import (
-    DIFFERENTIATE,
     SINK,
     SOURCE,
     Ambient,
@@ -74,7 +74,7 @@ class Outgoing:
     Attributes:
         sending, graph_id: see `Origin`.
         graph: the calls and edges.
-        reach: the names of the parameters that its modules have; see `Modules.reach`.
+        reach: the names of the parameters that its modules have; see `Parameters.reach`.
         anchor: an extra input of the autograd node; see `CallerSide`.
         inputs: the caller's tensors that enter the graph, in the order of their numbers.
         versions: of the inputs when the code passed them.
@@ -227,7 +227,7 @@ class CallerSide:
             # A graph_id is never used again: a member may know another graph by it, if that was
             # sent to some of its members only.
             graph, graph_id = opened.graph(alive), next(self._graph_ids)
-            reach = opened.reach or self._services.modules.reach(graph.calls)
+            reach = opened.reach or self._services.model.parameters.reach(graph.calls)
             with torch.inference_mode(False):  # a later call may need gradients
                 anchor = torch.zeros((), requires_grad=True)
             known = _Known(graph, graph_id, reach, anchor)
@@ -249,7 +249,7 @@ class CallerSide:
         }
         if changed:
             calls = [call for call in out.graph.calls if not changed.isdisjoint(call.tensors)]
-            self._services.modules.make_callers_wait({call.module for call in calls})
+            self._services.model.learned.make_callers_wait({call.module for call in calls})
             raise ArgumentChangedError(self.names(out))
 
     def results(self, frame: Frame, out: Outgoing) -> dict[TensorId, torch.Tensor]:
@@ -520,7 +520,7 @@ class CallerSide:
         """
         self._check_first(out)
         services, graph = self._services, out.graph
-        services.modules.make_callers_wait({call.module for call in graph.calls})
+        services.model.learned.make_callers_wait({call.module for call in graph.calls})
         if inputs is None:
             raise DifferentiatedTwiceError(self.names(out))
         numbers = [number for number, need in enumerate(needed) if need]

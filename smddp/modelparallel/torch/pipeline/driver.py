@@ -123,7 +123,7 @@ class Driver:
         self._ambient = ambient()
         self._start_more()
         self._executor.wait_for_finish()
-        self._executor.modules.check_training()
+        self._executor.model.routing.check_training()
         tensors: list[torch.Tensor] = []
         objects: list[Any] = []
         structures = [flatten(result, tensors, objects) for result in self._results]
@@ -136,7 +136,7 @@ class Driver:
         number = frame.microbatch
         args, kwargs = self._parts[number]
         seed_all(mix(self._seed, number))
-        with self._executor.modules.around_task(), self._ambient.entered():
+        with self._executor.model.local.around_task(), self._ambient.entered():
             try:
                 result = self._body.function(*args, **kwargs)
             except Exception as error:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from smddp.modelparallel.core.baton import Aborted, Baton, Priority, Task, Ticket
 from smddp.modelparallel.core.errors import SMPError, SMPUsageError
-from smddp.modelparallel.core.failure import CallsDifferError, Elsewhere, Redo, summary
-from smddp.modelparallel.core.order import Announcement, Follower, Leader, TaskName, TaskOrder
+from smddp.modelparallel.core.failure import Redo, summary
+from smddp.modelparallel.core.order import TaskName
 from smddp.modelparallel.core.step_machine import SILENT, Event, Phase, Verdict
 from smddp.modelparallel.torch.common import device
 from smddp.modelparallel.torch.common.engine import forget_failed_pass
@@ -30,7 +30,8 @@ from smddp.modelparallel.torch.pipeline.calls import CallerSide
 from smddp.modelparallel.torch.pipeline.channel import Arrival, Channel, Ended
 from smddp.modelparallel.torch.pipeline.ending import SILENT_RANK, Ending
 from smddp.modelparallel.torch.pipeline.frame import Frame
-from smddp.modelparallel.torch.pipeline.history import History, Point
+from smddp.modelparallel.torch.pipeline.member import Member
+from smddp.modelparallel.torch.pipeline.model import PipelineModel
 from smddp.modelparallel.torch.pipeline.modules import Modules
 from smddp.modelparallel.torch.pipeline.order_group import OrderGroup
 from smddp.modelparallel.torch.pipeline.protocol import Kind, Message
@@ -45,14 +46,12 @@ from smddp.modelparallel.torch.pipeline.step import (
     StepResult,
 )
 from smddp.modelparallel.torch.pipeline.timeline import Timeline
-from smddp.modelparallel.torch.pipeline.waits import Waits
 
 __all__ = ["Executor"]
 
 # Seconds that a rank waits for the others' END once it has no task left. A rank that computes
 # answers when its task waits or ends.
 _END_TIMEOUT = 120.0
-_ONLY_SOME_WAIT = "only some replicas wait for the result of a call"
 
 
 class Executor:
@@ -73,9 +72,14 @@ class Executor:
         replicas: the streams to and from the other members of the order group; None without one.
         collectives: those of tasks, over members of the order group; None if there are none.
         ending: how steps end on this rank.
+        member: of the order group; None without one.
+        model: whose steps run; modules: its modules. Both since `adopt`.
         divided: has this rank applied the decision about where modules live? Until then it
             keeps the messages that begin or end work.
     """
+
+    model: PipelineModel
+    modules: Modules
 
     def __init__(
         self,
@@ -104,21 +108,15 @@ class Executor:
         self._watch = StallWatch(group, rank, self.timeline, stall_warning if size > 1 else 0.0)
         self.replicas, self.collectives = replicas, collectives
         self._job_ranks = dist.get_process_group_ranks(group) if group is not None else [rank]
-        # With one partition the microbatches run one after the other in any case.
-        order: TaskOrder | None = None
-        self._waits: Waits | None = None
-        self._history = History(collectives, lambda: self.modules.names)
-        if replicas is not None and size > 1:
-            self._waits = Waits(replicas.tell_of_wait, self._calls_differ)
-            order = Leader(replicas.announce)
-            if not replicas.leads:
-                order = Follower(self._diverged, lambda: self.ending.on(Event.COMPLETED))
-            order.note = self._history.slice_ended
+        self.member: Member | None = None
+        if replicas is not None:
+            of_job = self._job_ranks[rank]
+            self.member = Member(self, of_job, replicas, collectives, size > 1, _END_TIMEOUT)
         self.baton = Baton(
             self._task_failed,
             self,
             lambda: RandomState().restore,
-            order,
+            None if self.member is None else self.member.order,
             _prepare_thread,
             _forget_values,
         )
@@ -157,19 +155,12 @@ class Executor:
         """The other ranks of the pipeline."""
         return [peer for peer in range(self.size) if peer != self.rank]
 
-    @property
-    def modules(self) -> Modules:
-        """The modules of the model."""
-        return self.server.modules
-
-    def adopt(self, modules: Modules) -> None:
+    def adopt(self, model: PipelineModel) -> None:
         """Serves a model from now on; all ranks do so at the same point of the script."""
         self.divided = self.size == 1
-        modules.waits, modules.called = self._waits, self._history.called
-        if self.collectives is not None:
-            modules.entered = self.collectives.enter
+        self.model, self.modules = model, model.modules
         self.caller.forget()
-        self.server.adopt(modules)
+        self.server.adopt(model)
 
     def close(self) -> None:
         """Ends the threads; between steps."""
@@ -185,7 +176,7 @@ class Executor:
         Raises:
             Aborted: the step has failed.
         """
-        check = self._check_replicas if self.replicas is not None else None
+        check = None if self.member is None else self.member.check
         self._watch.wait(self.ending.woken, self.modules, self._name, self._steps, check)
         if self.ending.failures:
             raise Aborted
@@ -252,28 +243,18 @@ class Executor:
         self.baton.context = contextvars.copy_context()
         self._placed.clear()
         self.server.under_way_limit = schedule.under_way_limit
-        if self.modules.outlook is not None:
-            self.modules.outlook.begin_step(schedule)
-        self.modules.default_device = torch.get_default_device()
-        self.modules.hooks.begin_step()
         self._steps += 1
         self.timeline.begin()
         self.ending.begin(model, self.divided, model.undecided)
         # This ends the abort of a failed step. It is done here and not at the end of that step,
         # because more failures may arrive after that.
         self.baton.begin()
-        if self.baton.order is not None:
-            self.baton.order.alone = not self.divided
-            self.baton.order.observer = self.modules.observer
-        if self._waits is not None:
-            self._waits.begin_step()
         if self.channel is not None:
             self.channel.open()
         if self.collectives is not None:
             self.collectives.begin_step()
-        self._history.begin_step()
-        if self.replicas is not None:
-            self.replicas.begin(self)
+        if self.member is not None:
+            self.member.begin_step(self.divided)
 
     # What the thread of the caller does in the phases of `step_machine`.
 
@@ -374,7 +355,7 @@ class Executor:
         orders = [(rank, report.order) for rank, report in self.ending.reports.items()]
         return Verdict(
             order_matters=model.order_mattered,
-            findings=self.modules.findings(),
+            findings=self.model.learned.findings(),
             orders=frozenset([(first, frozenset(orders))]),
             gradients=torch.is_grad_enabled(),
         )
@@ -391,12 +372,12 @@ class Executor:
 
     def _agree(self) -> None:
         """Ends the step in the order group: from now on, all its members know the same."""
-        assert self.replicas is not None
+        assert self.member is not None
         own = self.ending.state.verdict
         if (why := own.elsewhere(self._job_ranks)) is not None:
             own = own._replace(failures=frozenset([self.ending.of_other(why)]))
         self._complete_late()
-        said = self.replicas.end(own, self._history.point(over=True))
+        said = self.member.group.end(own, self.member.history.point(over=True))
         self._await_late()
         together = functools.reduce(Verdict.join, said)
         if not (together.failures or together.redo or together.orders_differ is None):
@@ -409,8 +390,7 @@ class Executor:
         if self.collectives is not None:
             self.collectives.end_step()
         verdict = self.ending.state.verdict
-        if verdict.findings is not None:
-            self.modules.end_step(verdict.findings)
+        self.model.end_step(verdict.findings)
         error = self._model.reduce(self._why, verdict, bool(self.ending.left))
         if error is not None:
             self.ending.fail_together(error)
@@ -433,7 +413,7 @@ class Executor:
             self._held.clear()
             self.caller.clear()
             self.server.clear()
-            self.modules.hooks.end_step()
+            self.model.hooks.end_step()
 
     def wait(self, ticket: Ticket, frame: Frame, forward: bool, yields: bool = False) -> None:
         """Lets other tasks run until a ticket is done.
@@ -452,7 +432,7 @@ class Executor:
         self.timeline.leave()
         self.baton.wait(ticket, Priority(forward, frame.microbatch, frame.order), yields)
         if frame.set_by_calls:
-            self.modules.set_attributes(frame.set_by_calls)
+            self.model.changes.set_attributes(frame.set_by_calls)
         self.enter(frame, forward)
 
     def enter(self, frame: Frame, forward: bool) -> None:
@@ -466,10 +446,9 @@ class Executor:
             SMPUsageError: saved arguments cannot be moved out of memory.
         """
         self.timeline.enter(frame, forward)
-        modules = self.modules
-        if modules.offloader is not None and modules.outlook is not None:
-            modules.outlook.enter(frame, forward)
-            modules.offloader.balance()
+        local = self.model.local
+        if local.offloader is not None:
+            local.goes_on(frame, forward)
 
     def reach_backward(self, frame: Frame) -> None:
         """Tells the driver that a microbatch's forward pass is over; see `StepDriver`."""
@@ -617,112 +596,9 @@ class Executor:
         with self.ending.lock:
             self.divided = True
             self.ending.on(Event.DIVIDED)
-            if self.baton.order is not None:
-                self.baton.order.alone = False
+            if self.member is not None:
+                self.member.note_division()
             self._release_held()
-
-    # --- the order group; on its thread -----------------------------------------------------------
-
-    def on_decisions(self, decisions: Sequence[Announcement]) -> None:
-        """Lets the tasks run that the leader has announced; see `OrderEvents`."""
-        with self.baton.changing_order() as order:
-            order.announce(decisions)
-
-    def on_wait(self, task: int, call: int) -> None:
-        """Compares what replicas wait for; see `OrderEvents`."""
-        assert self._waits is not None
-        self._waits.told(task, call)
-
-    def on_leader_ended(self) -> None:
-        """Notes that there are no more announcements; see `OrderEvents`."""
-        self.ending.end_order()
-
-    def on_point(self, rank: int, point: Point) -> None:
-        """Ends the step if another replica does not make the calls of this one."""
-        # Without exchanges and gathers the members may make different calls in the same tasks.
-        exchanges = self.collectives is not None and rank in self.collectives.ranks
-        together = exchanges or self.modules.observer is not None
-        if not (together and self._history.differs(rank, point)):
-            return
-        if self.modules.predicts_structures and self.size > 1:
-            # Perhaps only because one of them has waited.
-            self.ending.stop_all(CallsDifferError(_ONLY_SOME_WAIT))
-            return
-        here, own = self._job_ranks[self.rank], self._history.point()
-        called = [
-            f"rank {one} of the job has called {', '.join(map(repr, how.trail)) or 'none'}"
-            for one, how in ((rank, point), (here, own))
-        ]
-        self.ending.stop_all(
-            SMPUsageError(
-                "replicas that run their tasks in one order, such as the ranks of a "
-                "tensor-parallel group, have to call the same modules in the same order, and "
-                "model.backward for the same losses, whatever their data are, and they do not. Up "
-                f"to here, {'; '.join(called)}"
-            )
-        )
-
-    def on_stop(self, failure: Elsewhere) -> None:
-        """Ends the step because another replica has ended it; see `OrderEvents`."""
-        self.ending.stop(failure)
-
-    def on_lost(self, rank: int, error: Exception) -> None:
-        """Ends the step because a rank of another replica is gone; see `OrderEvents`."""
-        self.ending.lose_replica(rank, error)
-
-    def _check_replicas(self) -> float:
-        """Ends the step if it has waited too long for the leader; see `StallWatch.wait`."""
-        assert self.replicas is not None
-        timeout = self.replicas.timeout
-        compares = self.collectives is not None or self.modules.observer is not None
-        left = self.replicas.keep_alive(self._history.point(), compares)
-        # This rank may have gone on since it heard of them.
-        for rank, point in self.replicas.ended:
-            self.on_point(rank, point)
-        if isinstance(self.baton.order, Follower):
-            with self.baton.changing_order() as order:
-                # The leader may wait for this rank in a collective, or other ranks may wait for
-                # this one in the pipeline, which ends after the same timeout. So this rank says
-                # earlier what the reason is.
-                stuck = timeout / 2
-                wait = order.check(stuck, timeout * 3 / 4, over=min(stuck, _END_TIMEOUT))
-            order.settle()
-            left = min(left, wait)
-        return left
-
-    def _calls_differ(self) -> None:
-        """Ends the step, which is run again: this time every replica waits for every call."""
-        self.ending.calls_differ(CallsDifferError(_ONLY_SOME_WAIT))
-
-    def _diverged(
-        self, reason: str, announced: tuple[Any, ...] | None, ready: list[TaskName]
-    ) -> None:
-        """Ends the step because this replica does not make the calls of the leader's."""
-        assert self.replicas is not None
-        names = self.modules.names
-        leader = f"rank {self.replicas.ranks[0]} of the job"
-        here = f"rank {self._job_ranks[self.rank]}"
-        there = TaskName(*announced).text(names) if announced is not None else ""
-        mine = "; ".join(sorted({name.text(names) for name in ready})) or "nothing"
-        what = {
-            "over": f"{leader} has ended the step without it",
-            "silent": f"{leader}, which decides the order, has begun nothing for "
-            f"{self.replicas.timeout * 3 / 4:g} s",
-            "stuck": f"{leader} has run {there}, which cannot run on {here}",
-        }[reason]
-        error = SMPUsageError(
-            f"replicas that run their tasks in one order have to make the same calls in each step: "
-            f"{what}. On {here} could run: {mine}"
-        )
-        if reason == "over" and self.ending.state.phase is not Phase.RUNNING:
-            # All bodies have ended: nobody has waited for the results of this work, and the
-            # leader's replica has not run it any more.
-            self.baton.abort()
-            self.ending.on(Event.COMPLETED)
-        elif reason == "over" and self.modules.predicts_structures:
-            self._calls_differ()  # perhaps only because one of them has waited
-        else:
-            self.ending.fail(-1, error)
 
     def _task_failed(self, task: Task, error: BaseException) -> None:
         frame: Frame | None = task.frame

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from smddp.modelparallel.core.failure import MODULES_NAMED
+from smddp.modelparallel.torch.pipeline.method import Method
 from smddp.modelparallel.torch.pipeline.step import StepCollectives
 
 __all__ = ["History", "Point"]
@@ -65,14 +66,16 @@ class History:
         self._trail: tuple[str, ...] = ()  # without collectives, which have their own
         self._ends = [(0, 0)]  # `calls` and `made` of a `Point`, by number of slices
 
-    def called(self, module: int, method: str) -> None:
+    def called(self, module: int, method: Method) -> None:
         """Notes that a task calls a module of another partition.
 
         Args:
             module: its number.
-            method: see `Call.method`.
+            method: what the call does.
         """
-        self._calls = zlib.crc32(f"{module} {method};".encode(), self._calls)
+        self._calls = zlib.crc32(
+            b"%d %d %s;" % (module, method.use, method.name.encode()), self._calls
+        )
         name = self._names()[module]
         if self._collectives is not None:
             self._collectives.enter(name)

@@ -43,6 +43,7 @@ __all__ = [
     "Finder",
     "Record",
     "Reply",
+    "finder",
     "flatten_reply",
     "is_immutable",
     "opened",
@@ -341,6 +342,22 @@ class _Unpacker(pickle.Unpickler):
     def persistent_load(self, name: tuple[str, int]) -> Any:
         kind, number = name
         return self._tensors[number] if kind == _TENSOR else self._find(kind, number)
+
+
+def finder(modules: Sequence[nn.Module], arguments: Arguments | None = None) -> Finder:
+    """Returns what finds the modules, objects and tensors that a message names.
+
+    Args:
+        modules: of the model, by number.
+        arguments: of the call that the message answers; None if it answers none.
+    """
+
+    def find(kind: str, number: int) -> Any:
+        if kind == _MODULE or arguments is None:
+            return modules[number]
+        return arguments.find(kind, number)
+
+    return find
 
 
 def flatten_reply(
