@@ -52,7 +52,7 @@ class Phase(enum.IntEnum):
 class Event(enum.IntEnum):
     """What has happened. Most come with a `Failure`, AGREED with a `Verdict`."""
 
-    BEGUN = 0  # the step function was called; with the `State` in which it begins
+    BEGUN = 0  # the step function was called; does rank 0 owe a word about the division?
     BODIES_ENDED = 1  # all have ended on rank 0; the others hear that in its END
     COMPLETED = 2  # a follower has run all that its leader has run
     COLLECTED = 3  # the thread of the caller has nothing more to do before END
@@ -74,6 +74,8 @@ class Event(enum.IntEnum):
     TIMED_OUT = 19  # END of a rank of the pipeline has not come
     AGREED = 20  # all members of the order group have ended the step
     REDO = 21  # gathers or replicas find at the end that the step has to be run again
+    ABANDONED = 22  # a signal has raised on the thread of the caller, between two phases
+    ADOPTED = 23  # the next steps are those of another model: is it known where modules live?
 
 
 class Action(enum.IntEnum):
@@ -284,8 +286,12 @@ def _is_needed(place: Place, state: State) -> bool:
 # --- what a state keeps ---------------------------------------------------------------------------
 
 
-def _begin(state: State, begun: State) -> State:
-    return begun._replace(phase=Phase.RUNNING, left=state.left)
+def _begin(state: State, undecided: bool) -> State:
+    return State(Phase.RUNNING, divided=state.divided, undecided=undecided, left=state.left)
+
+
+def _adopt(state: State, divided: bool) -> State:
+    return state._replace(divided=divided)
 
 
 def _join(state: State, failure: Failure) -> State:
@@ -357,6 +363,7 @@ _AFTER = _P.MEETING, _P.AGREEING, _P.REDUCING, _P.OUTSIDE
 # At an event, the first row that fits says what happens. An event without a row changes nothing;
 # that does not occur, as far as the exploration goes.
 TABLE: tuple[Row, ...] = (
+    Row((_P.OUTSIDE,), _E.ADOPTED, None, None, (), _adopt),
     Row((_P.OUTSIDE,), _E.BEGUN, None, _P.RUNNING, (), _begin),
     # --- success
     # What nobody has waited for may still be left; the leader has run it, too.
@@ -457,6 +464,10 @@ TABLE: tuple[Row, ...] = (
     Row((_P.REDUCING,), _E.BROKEN, None, _P.OUTSIDE, (_A.LEAVE, _A.RAISE), _leave),
     # The step could not begin here, and the others may be in it already.
     Row((_P.OUTSIDE,), _E.BROKEN, None, None, (_A.SEND_FAILURE, _A.LEAVE), _leave_only),
+    # The caller gets the signal at once; it does not wait, so there is nobody to wake.
+    Row(SILENT, _E.ABANDONED, None, _P.OUTSIDE, (_A.SEND_FAILURE, *_HALT, _A.LEAVE), _leave),
+    Row(ENDED, _E.ABANDONED, None, _P.OUTSIDE, (*_HALT, _A.LEAVE), _leave),
+    Row(_AFTER[:-1], _E.ABANDONED, None, _P.OUTSIDE, (_A.LEAVE,), _leave_only),
     # --- the division
     Row(tuple(_P), _E.DECIDES, None, None, (), _decide),
     Row(tuple(_P), _E.DIVIDED, None, None, (), _divided),

@@ -250,7 +250,7 @@ class Explored:
     def first(self, wrong: Iterable[Fault] = ()) -> World:
         """Returns the world before the step."""
         nothing: Streams = ((),) * 4
-        state = self.hold(State())
+        state = self.hold(State(divided=self.layout.divided))
         missing = "none" if self.layout.partitions == 1 else "out"
         ranks = tuple(Rank(state, missing if rank % 2 else "out") for rank in RANKS)
         return World(ranks, nothing, nothing, tuple(wrong))
@@ -372,6 +372,7 @@ class Explored:
             in_step = me.here == "in" and me.state.phase is not Phase.OUTSIDE
             if fault.rank == i and fault.kind == "signal" and in_step:
                 yield "gets a signal", lambda w: w.signal(i, me.state.silent)
+                yield "gets a signal between phases", lambda w: w.abandon(i)
                 if me.state.phase is Phase.SETTLING:  # and has not woken yet
                     yield "gets a signal late", lambda w: w.signal(i, True)
         if me.here == "out":
@@ -733,7 +734,7 @@ class Moving:
             self.inside[i] = (*self.inside[i], message)
 
     def _send(self, i: int, message: Any) -> None:
-        """Sends a message of a task, as `Ending.send` does."""
+        """Sends a message of a task, as `Mail.send` does."""
         if self.ranks[i].state.silent:
             if self.ranks[i].ended:
                 raise WrongError(f"rank {i} sends {message} after END")
@@ -753,7 +754,8 @@ class Moving:
             return
         undecided = i % 2 == 0 and not self._layout.divided
         self.put(i, here="in")
-        self.on(i, Event.BEGUN, State(divided=self._layout.divided, undecided=undecided))
+        self.on(i, Event.ADOPTED, self._layout.divided)
+        self.on(i, Event.BEGUN, undecided)
         if self._layout.gathers and not self._layout.ordered:
             self.put(i, decided=1)  # the plan of the step has one gather
         if i % 2 == 0:
@@ -806,6 +808,12 @@ class Moving:
         """Gets a signal on the thread of the caller."""
         self.has("signal", i)
         self.on(i, Event.SIGNALLED if silent else Event.BROKEN, failure(i, "signal"))
+
+    def abandon(self, i: int) -> None:
+        """Gets a signal on the thread of the caller between two phases."""
+        self.has("signal", i)
+        self.on(i, Event.ABANDONED, failure(i, "signal"))
+        self.put(i, here="raise")
 
     def lose(self, i: int) -> None:
         """Ends a process. What it has sent may still arrive."""
@@ -979,7 +987,7 @@ class Moving:
         self.on(i, Event.DIVIDED)
 
     def find_left_over(self, i: int) -> None:
-        """A follower has a task that its leader has not run; see `Executor._diverged`."""
+        """A follower has a task that its leader has not run; see `Member._diverged`."""
         if self.ranks[i].state.phase is Phase.RUNNING:
             self.on(i, Event.CALLS_DIFFER, failure(i, "left over", redo=True))
         else:

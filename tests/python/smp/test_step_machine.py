@@ -83,6 +83,12 @@ FOR_ALL_ROWS: list[tuple[str, list[tuple[str, int]]]] = [
     ("first step in order", [("early", 0)]),
 ]
 
+# A rank that leaves may hear late that the others have succeeded: these moves happen last.
+LATE = [
+    *("1: gets a signal", "1: gets a signal between phases"),
+    *("1: hears END", "1: loses its mate"),
+]
+
 
 @pytest.mark.timeout(300)
 def test_the_exploration_takes_every_row_and_every_event() -> None:
@@ -95,8 +101,7 @@ def test_the_exploration_takes_every_row_and_every_event() -> None:
         every = Explored(BY_NAME[name], Rules(), reduced=False)
         for _ in range(40):
             every.walk(wrong, source)
-        # A rank that leaves may hear late that the others have succeeded.
-        every.walk(wrong, source, ["1: gets a signal", "1: hears END", "1: loses its mate"])
+        every.walk(wrong, source, LATE)
         some = Explored(BY_NAME[name], Rules())
         some.explore(wrong, 15_000)
         taken |= some.taken | every.taken
@@ -189,6 +194,10 @@ MISTAKES: dict[str, tuple[tuple[Row, ...], str, list[tuple[str, int]]]] = {
     "rank 0 does not meet the other replicas": (
         without(E.DONE, P.RELEASING),
         *("first step", [("early", 0)]),
+    ),
+    "a rank stays whose caller does not": (
+        changed(E.ABANDONED, P.RUNNING, lambda row: row._replace(note=None)),
+        *("gradients", [("signal", 1)]),
     ),
     "replicas run a step again alone": (
         changed(E.REDO, P.REDUCING, lambda row: row._replace(actions=(A.RETURN,))),

@@ -452,13 +452,13 @@ class Rank(Executor):
             Collectives(groups["tp"]),
         )
         self.adopt(PipelineModel(self, self.caller, nn.Module()))
+        self.set_divided()
         assert self.member is not None
         assert (self.member.waits is None) == (self.size == 1)
-        self.divided = True
         self.member.on_wait = self._on_wait  # type: ignore[method-assign]
         self.trained = Model()
-        self._handlers[Kind.FORWARD] = self._on_call
-        self._handlers[Kind.BACKWARD] = self._on_answer
+        self.mail.work[Kind.FORWARD] = self._on_call
+        self.mail.work[Kind.BACKWARD] = self._on_answer
         self.source = random.Random(self.number)
 
     def steps(self, cases: list[Case]) -> None:
@@ -571,7 +571,7 @@ class Rank(Executor):
                     self.under_way[name.microbatch] -= 1
                     if self.source.random() < 0.3:  # as a task that drops a graph
                         self.baton.submit(Task(Priority(False, name.microbatch), lambda: None))
-                self.send(caller, Kind.BACKWARD, tuple(one), [y])
+                self.mail.send(caller, Kind.BACKWARD, tuple(one), [y])
         finally:
             self.timeline.leave()
 
@@ -621,7 +621,7 @@ class Rank(Executor):
         if not self._is_odd and key == second:
             key, also = first, tuple(second)  # type: ignore[assignment,arg-type]
         home = self.case.program.home[key]
-        self.send(home, Kind.FORWARD, (tuple(key), also, self.rank), [x])
+        self.mail.send(home, Kind.FORWARD, (tuple(key), also, self.rank), [x])
         if new:
             self.wait(self.tickets[key], frame, frame.forward)
 

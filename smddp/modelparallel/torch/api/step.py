@@ -184,7 +184,7 @@ class StepFunction:
         schedule = Schedule.of(
             cfg.pipeline, cfg.microbatches, cfg.active_microbatches, cfg.partitions
         )
-        executor.ending.check()
+        executor.departure.check()
         driver = None
         try:
             with smp_errors():

@@ -421,7 +421,7 @@ class DistributedModel(ModelQueries):
                 "join() does not work with tensor_parallel_degree greater than 1: all ranks of a "
                 "tensor-parallel group are needed to exchange activations"
             )
-        if self.runtime.executor.replicas is not None:
+        if self.runtime.executor.member is not None:
             raise SMPUsageError(
                 "join() does not work with deterministic_server: replicas that run their tasks in "
                 "one order need the same number of batches"

@@ -210,7 +210,7 @@ class ModelRuntime:
     @property
     def divided(self) -> bool:
         """Whether it has been decided where each module lives."""
-        return self.executor.divided
+        return self.executor.ending.state.divided
 
     # --- the division -----------------------------------------------------------------------------
 
@@ -254,8 +254,8 @@ class ModelRuntime:
         self._refuse_early_changes()
         with executor.ending.deciding():
             decision = agree(self.data_parallel.group, self.model.modules.names, make)
-            for peer in executor.peers:
-                executor.send(peer, Kind.PARTITION, decision)
+            for peer in executor.mail.peers:
+                executor.mail.send(peer, Kind.PARTITION, decision)
         self.apply(decision)
 
     def _refuse_new_modules(self) -> None:

@@ -200,7 +200,7 @@ class CallerSide:
             tensors = [inputs[number] for _, number in edge.values]
             header = (tuple(origin), opened.seeds, SOURCE, edge.target, objects)
             try:
-                services.send(segment.owner, Kind.FORWARD, header, tensors)
+                services.mail.send(segment.owner, Kind.FORWARD, header, tensors)
             except Exception:
                 for call in [graph.calls[number] for number in segment.calls]:
                     who = f"module {services.modules.names[call.module]!r} gets"
@@ -232,7 +232,9 @@ class CallerSide:
                 anchor = torch.zeros((), requires_grad=True)
             known = _Known(graph, graph_id, reach, anchor)
             header = self._services.rank, graph_id, graph
-            if all(self._services.send(member, Kind.GRAPH, header) for member in graph.members()):
+            if all(
+                self._services.mail.send(member, Kind.GRAPH, header) for member in graph.members()
+            ):
                 self._known[signature] = known
         return known
 
@@ -349,7 +351,7 @@ class CallerSide:
         self._outgoing.pop(out.sending, None)
         header = (self._services.rank, out.sending, out.graph_id, out.microbatch)
         for member in out.graph.members():
-            self._services.send(member, Kind.DROP, header)
+            self._services.mail.send(member, Kind.DROP, header)
 
     def on_gradients(self, sending: int, segment: int, tensors: list[Any]) -> None:
         """Takes the gradients of an edge from SOURCE.
@@ -435,7 +437,9 @@ class CallerSide:
             header = (services.rank, out.sending, SINK, edge.source, tuple(this))
             results = out.sunk.get(edge.source, edge.values)
             owner = graph.segments[edge.source].owner
-            services.send(owner, Kind.BACKWARD, header, [of_result[result] for result in results])
+            services.mail.send(
+                owner, Kind.BACKWARD, header, [of_result[result] for result in results]
+            )
         services.wait(out.backward_ticket, frame, False)
         sums: dict[int, torch.Tensor] = {}
         for index, segment in sorted(out.gradients):

@@ -218,7 +218,9 @@ class Driver:
         # Other ranks need DONE if this microbatch has not called model.backward. They need it also
         # until a step of this function that called it has succeeded: while a rank does not know how
         # many gradients to expect, it adds those of a microbatch only at its end (GradientSum).
-        self._executor.microbatch_done(number, not (reached_backward and self._body.trains))
+        step = self._executor.step
+        assert step is not None
+        step.end_body(number, not (reached_backward and self._body.trains))
         if self._progress.end(number):
             self._executor.finish()
         else:

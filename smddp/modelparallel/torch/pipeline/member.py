@@ -96,6 +96,9 @@ class Member:
         if self.waits is not None:
             self.waits.begin_step()
         self.history.begin_step()
+
+    def open(self) -> None:
+        """Begins to hear of the other members."""
         self.group.begin(self)
 
     def note_division(self) -> None:
@@ -140,24 +143,25 @@ class Member:
             return
         if model.learned.predicts_structures and self.order is not None:
             # Perhaps only because one of them has waited.
-            self._rank.ending.stop_all(CallsDifferError(_ONLY_SOME_WAIT))
+            self._rank.ending.tell(Event.STOPPED, CallsDifferError(_ONLY_SOME_WAIT))
             return
         called = [
             f"rank {one} of the job has called {', '.join(map(repr, how.trail)) or 'none'}"
             for one, how in ((rank, point), (self._of_job, self.history.point()))
         ]
-        self._rank.ending.stop_all(
+        self._rank.ending.tell(
+            Event.STOPPED,
             SMPUsageError(
                 "replicas that run their tasks in one order, such as the ranks of a "
                 "tensor-parallel group, have to call the same modules in the same order, and "
                 "model.backward for the same losses, whatever their data are, and they do not. Up "
                 f"to here, {'; '.join(called)}"
-            )
+            ),
         )
 
     def on_stop(self, failure: Elsewhere) -> None:
         """Ends the step because another replica has ended it."""
-        self._rank.ending.stop(failure)
+        self._rank.ending.on(Event.STOPPED, self._rank.ending.of_other(failure))
 
     def on_lost(self, rank: int, error: Exception) -> None:
         """Ends the step because a rank of another replica is gone."""
@@ -186,7 +190,7 @@ class Member:
 
     def _calls_differ(self) -> None:
         """Ends the step, which is run again: this time every replica waits for every call."""
-        self._rank.ending.calls_differ(CallsDifferError(_ONLY_SOME_WAIT))
+        self._rank.ending.tell(Event.CALLS_DIFFER, CallsDifferError(_ONLY_SOME_WAIT))
 
     def _diverged(
         self, reason: str, announced: tuple[Any, ...] | None, ready: list[TaskName]

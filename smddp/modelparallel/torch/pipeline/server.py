@@ -379,7 +379,7 @@ class Server:
             header = (tuple(run.origin), run.seeds, run.number, edge.target, extra)
             tensors = [_unchanging(outputs[value]) for value in run.values(edge)]
             try:
-                self._services.send(run.owner(edge.target), Kind.FORWARD, header, tensors)
+                self._services.mail.send(run.owner(edge.target), Kind.FORWARD, header, tensors)
             except Exception:
                 for index, (structure, objects, _) in run.returned.items():
                     name = self._modules.names[graph.calls[index].module]
@@ -549,10 +549,10 @@ class Server:
                 edge.source,
                 tuple(this),
             )
-            self._services.send(run.owner(edge.source), Kind.BACKWARD, header, gradients)
+            self._services.mail.send(run.owner(edge.source), Kind.BACKWARD, header, gradients)
         if asked:
             header = (run.origin.caller_rank, run.origin.sending, run.number, SOURCE, tuple(this))
-            self._services.send(run.origin.caller_rank, Kind.BACKWARD, header, asked)
+            self._services.mail.send(run.origin.caller_rank, Kind.BACKWARD, header, asked)
 
 
 def _is_seen(graph: Graph, segment: int, index: int, tensor: TensorId) -> bool:

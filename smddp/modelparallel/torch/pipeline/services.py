@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from smddp.modelparallel.core.baton import Baton, Ticket
 from smddp.modelparallel.torch.pipeline.frame import Frame
+from smddp.modelparallel.torch.pipeline.mail import Mail
 from smddp.modelparallel.torch.pipeline.method import Method
 from smddp.modelparallel.torch.pipeline.modules import Modules
-from smddp.modelparallel.torch.pipeline.protocol import Kind
 from smddp.modelparallel.torch.pipeline.timeline import Timeline
 from smddp.modelparallel.torch.pipeline.waits import Waits
 
@@ -47,6 +46,7 @@ class RankServices(Protocol):
     Attributes:
         rank: in the pipeline.
         baton: runs the tasks.
+        mail: sends messages to ranks of the pipeline.
         timeline: records when they run.
         member: notes calls, if there is an order group; else None.
         modules: those of the model.
@@ -55,6 +55,7 @@ class RankServices(Protocol):
 
     rank: int
     baton: Baton
+    mail: Mail
     timeline: Timeline
     modules: Modules
     model: Any
@@ -62,9 +63,6 @@ class RankServices(Protocol):
     @property
     def member(self) -> CallLog | None:
         """See above."""
-
-    def send(self, peer: int, kind: Kind, header: Any, tensors: Sequence[Any] = ()) -> bool:
-        """Sends a message to a rank of the pipeline, which may be this one; see `Executor.send`."""
 
     def enter(self, frame: Frame, forward: bool) -> None:
         """Notes that a task begins to work, or goes on; see `Executor.enter`."""
