@@ -359,7 +359,7 @@ def out_of_step() -> str:
     model = pair()
     train(model, torch.ones(8, 4), "")
     if smp.pp_rank() == 1:
-        model.runtime.steps += 1  # as if this rank alone had run a step
+        model.runtime.step.number += 1  # as if this rank alone had run a step
     with pytest.raises(SMPUsageError) as caught:
         train(model, torch.ones(8, 4), "")
     return str(caught.value)

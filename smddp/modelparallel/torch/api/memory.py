@@ -110,7 +110,7 @@ class MemoryReport(contextlib.AbstractContextManager["MemoryReport"]):
         def moment() -> str:
             if not state.in_step:
                 return UPDATE
-            return LATER if runtime.knew_counts else FIRST
+            return LATER if runtime.step.knew_counts else FIRST
 
         census = self._census = Census(runtime.memory, moment, runtime.device)
         baton.watch = census.watch

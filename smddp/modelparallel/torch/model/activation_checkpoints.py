@@ -49,7 +49,7 @@ class ActivationCheckpoints:
             warns: does this rank log the warning?
         """
         self._model, self._modules = model, model.modules
-        self._manual, self._warns = manual, warns
+        self._manual, self.warns = manual, warns
         self._marks: dict[int, _Mark] = {}
         self._warned: set[int] = set()
         self._divided = False
@@ -160,7 +160,7 @@ class ActivationCheckpoints:
             raise SMPPartitionError(
                 f"{text}. Checkpoint the modules inside it, or assign all of it to one partition"
             )
-        if self._warns and number not in self._warned:
+        if self.warns and number not in self._warned:
             self._warned.add(number)
             log.warning("smp: %s: its activations are kept. Checkpoint the modules inside it", text)
         return False

@@ -209,7 +209,7 @@ class DistributedModel(ModelQueries):
                 "decorated with smp.step"
             )
         if task is None:
-            self.runtime.note_trained()
+            self.runtime.gradients.note_trained()
             self.runtime.data_parallel.begin_outside()
         half = self.runtime.half
         if half is not None:
@@ -218,11 +218,11 @@ class DistributedModel(ModelQueries):
         if self.runtime.example is None and torch.is_grad_enabled():
             self.runtime.example = Example.of(args, kwargs)
         if not self.partitioned:
-            self.runtime.divide(args, kwargs)
+            self.runtime.division.divide(args, kwargs)
         with contextlib.nullcontext() if task is not None else self._compared(args, kwargs):
             result = map_tensors(force, self.get_module()(*args, **kwargs))
         if task is None:
-            result = map_tensors(self.runtime.outside_step, result)
+            result = map_tensors(self.runtime.gradients.outside_step, result)
         return result if half is None else to_float(result)
 
     @contextlib.contextmanager
@@ -365,11 +365,15 @@ class DistributedModel(ModelQueries):
 
         If that is decided already, the hook is called at once.
         """
-        return self.runtime.register("partition", hook)
+        hooks = self.runtime.hooks
+        handle = hooks.register("partition", hook)
+        if self.partitioned:
+            hooks.run("partition")
+        return handle
 
     def register_post_step_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Registers `hook(model, optimizer)`, called once at the end of the next step."""
-        return self.runtime.register("step", hook)
+        return self.runtime.hooks.register("step", hook)
 
     def register_comm_hook(self, state: Any, callable: Callable[..., Any]) -> None:
         """Lets `callable(state, bucket)` reduce gradients over replicas, as in DDP.
@@ -504,7 +508,7 @@ class DistributedModel(ModelQueries):
                 sharding.renew(parameter)
             if parameter.grad is not None:
                 parameter.grad = fn(parameter.grad)
-        self.runtime.buffers.apply(fn)
+        self.runtime.division.buffers.apply(fn)
         for tensor in (*self.parameters(), *self.buffers()):
             if isinstance(tensor, RemoteTensor):
                 retype(tensor, fn)

@@ -97,6 +97,23 @@ class PipelineModel:
         self.local.begin_step(schedule)
         self.hooks.begin_step()
 
+    def buffers_in_question(self) -> set[str]:
+        """Returns the buffers here whose changes in this step depend on the order of microbatches.
+
+        Other ranks have read them, or modules were called out of order.
+        """
+        modules = self.modules
+        places = set(self.values.read)
+        for number in self.local.out_of_order:
+            places.update((number, name) for name in modules.by_number[number]._buffers)
+        return {modules.full_name(*place) for place in places}
+
+    @property
+    def order_matters(self) -> bool:
+        """Whether anything else that code has changed depends on the order of microbatches."""
+        kept = not self.changes.keepers.isdisjoint(self.local.out_of_order)
+        return kept or self.changes.order_matters
+
     def end_step(self, findings: Findings | None) -> None:
         """Lets the next steps use what this step has found.
 

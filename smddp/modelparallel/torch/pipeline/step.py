@@ -1,7 +1,7 @@
 """What `Executor.run` takes and returns: the limits of a step, protocols, and the result.
 
 What belongs to one step reaches the executor as arguments of `run` only, and the executor forgets
-it at the end of the step. `ModelRuntime` implements `StepModel`, and `Driver` implements
+it at the end of the step. `ModelStep` implements `StepModel`, and `Driver` implements
 `StepDriver`.
 """
 
