@@ -76,6 +76,7 @@ class Event(enum.IntEnum):
     REDO = 21  # gathers or replicas find at the end that the step has to be run again
     ABANDONED = 22  # a signal has raised on the thread of the caller, between two phases
     ADOPTED = 23  # the next steps are those of another model: is it known where modules live?
+    LEFT_OVER = 24  # the leader has ended the step without a task that is runnable here
 
 
 class Action(enum.IntEnum):
@@ -374,6 +375,10 @@ TABLE: tuple[Row, ...] = (
     # The word of the leader may come before that of rank 0.
     Row((_P.RUNNING,), _E.COMPLETED, None, None, (), _complete),
     Row((_P.FOLLOWING,), _E.COMPLETED, None, _P.COLLECTING, (_A.WAKE,)),
+    # All bodies have ended: nobody has waited for the results of what is left over, and the replica
+    # of the leader has not run it any more.
+    Row((_P.FOLLOWING,), _E.LEFT_OVER, None, _P.COLLECTING, (_A.ABORT_TASKS, _A.WAKE)),
+    Row((_P.COLLECTING, *ENDED, *_AFTER), _E.LEFT_OVER, None, None, (_A.ABORT_TASKS,)),
     Row((_P.COLLECTING,), _E.COLLECTED, None, None, (_A.SUCCEED,)),
     Row((_P.COLLECTING,), _E.SUCCEEDED, None, _P.SETTLING, (_A.WAKE,)),
     # END was sent on another thread: with a report, or because of a failure.
@@ -384,6 +389,7 @@ TABLE: tuple[Row, ...] = (
     # hear it send END, too, because the step ends so on every stream.
     Row(SILENT, _E.FAILED, None, _P.SETTLING, _END, _join_first),
     Row(SILENT, _E.CALLS_DIFFER, None, _P.SETTLING, _END, _join_first),
+    Row((_P.RUNNING,), _E.LEFT_OVER, None, _P.SETTLING, _END, _join_first),
     Row(SILENT, _E.HEARD_FAILURE, None, _P.SETTLING, (_A.SEND_NOTHING, *_END[1:]), _join),
     # This rank would have the decision, and could not tell it its pipeline any more. Others must
     # not wait for its calls meanwhile: it may wait for them to say whether they decide.

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 import smddp.numpy
-from smddp.modelparallel.core.baton import Baton, Priority, Task, Ticket
+from smddp.modelparallel.core.baton import Baton, Host, Priority, Task, Ticket
 from smddp.modelparallel.core.errors import SMPError, SMPPartitionError, SMPPeerError, SMPUsageError
 from smddp.modelparallel.core.failure import Failure, as_error, describe
 from smddp.modelparallel.core.progress import Progress
@@ -180,7 +180,7 @@ class _Frame:
         return self._executor.gradients(self, loss, variables)
 
 
-class Executor:
+class Executor(Host):
     """Runs the steps of a pipeline on one rank; `Baton` decides what runs next.
 
     Attributes:
@@ -196,7 +196,7 @@ class Executor:
         """
         self.rank = group.rank
         self._channel = Channel(group, timeout)
-        self._baton = Baton(self._task_failed, self, lambda: lambda: None)
+        self._baton = Baton(self, self)
         self._lock = threading.Lock()
         self._step = 0
         self._numbers = itertools.count()
@@ -588,7 +588,8 @@ class Executor:
 
     # --- failures ---------------------------------------------------------------------------------
 
-    def _task_failed(self, task: Task, error: BaseException) -> None:
+    def task_failed(self, task: Task, error: BaseException) -> None:
+        """Ends the step; see `Host`."""
         microbatch = -1 if task.frame is None else task.frame.microbatch
         if isinstance(error, smddp.numpy.Error):
             self._broken = str(error)

@@ -73,6 +73,7 @@ FOR_ALL_ROWS: list[tuple[str, list[tuple[str, int]]]] = [
     *(("exchanges", [fault]) for fault in [("early", 0), ("no call", 0), ("begin", 0)]),
     *(("exchanges", [fault]) for fault in [("begin", 1), ("waits", 0), ("order", -1)]),
     ("exchanges", [("waits", 0), ("late", 2)]),
+    ("gathers", [("extra", 3)]),
     ("exchanges", [("forward", 1), ("lost", 3)]),
     *(("gathers", [fault]) for fault in [("change", 0), ("plan", 0)]),
     ("gathers", [("plan", 0), ("late", 0)]),

@@ -634,10 +634,10 @@ class Rank(Executor):
         assert not meeting.calls[number].zeros, "a task has got what a failed rank has sent"
         return exchanged(x, result)
 
-    def _task_failed(self, task: Task, error: BaseException) -> None:
+    def task_failed(self, task: Task, error: BaseException) -> None:
         if isinstance(error, AssertionError):
             self.job.errors.append(error)
-        super()._task_failed(task, error)
+        super().task_failed(task, error)
 
 
 class Job:

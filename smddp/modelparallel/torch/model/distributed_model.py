@@ -202,27 +202,30 @@ class DistributedModel(ModelQueries):
                 ranks of a tensor-parallel group have batches of different forms, or with
                 `prescaled_batch` different ones.
         """
-        task = self.runtime.executor.baton.task
-        if task is None and self.runtime.executor.size > 1:
+        runtime = self.runtime
+        task = runtime.executor.baton.current.task
+        if task is None and runtime.executor.size > 1:
             raise SMPUsageError(
                 "with more than one partition, the model can be called only inside a function "
                 "decorated with smp.step"
             )
         if task is None:
-            self.runtime.gradients.note_trained()
-            self.runtime.data_parallel.begin_outside()
-        half = self.runtime.half
+            runtime.gradients.note_trained()
+            runtime.data_parallel.begin_outside()
+        half = runtime.half
         if half is not None:
             args = tuple([to_half(value, half) for value in args])
             kwargs = {name: to_half(value, half) for name, value in kwargs.items()}
-        if self.runtime.example is None and torch.is_grad_enabled():
-            self.runtime.example = Example.of(args, kwargs)
-        if not self.partitioned:
-            self.runtime.division.divide(args, kwargs)
-        with contextlib.nullcontext() if task is not None else self._compared(args, kwargs):
+        if runtime.example is None and torch.is_grad_enabled():
+            runtime.example = Example.of(args, kwargs)
+        if not runtime.executor.ending.state.divided:
+            runtime.division.divide(args, kwargs)
+        if task is not None:
             result = map_tensors(force, self.get_module()(*args, **kwargs))
-        if task is None:
-            result = map_tensors(self.runtime.gradients.outside_step, result)
+        else:
+            with self._compared(args, kwargs):
+                result = map_tensors(force, self.get_module()(*args, **kwargs))
+            result = map_tensors(runtime.gradients.outside_step, result)
         return result if half is None else to_float(result)
 
     @contextlib.contextmanager
@@ -258,7 +261,7 @@ class DistributedModel(ModelQueries):
         """
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
-        task = self.runtime.executor.baton.task
+        task = self.runtime.executor.baton.current.task
         if task is None:
             if self.runtime.executor.size > 1:
                 raise SMPUsageError(

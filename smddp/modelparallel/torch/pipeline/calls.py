@@ -244,11 +244,10 @@ class CallerSide:
         Called when the graph is sent and when it has its results, because a message may refer to
         the tensor's memory until it has been read.
         """
-        changed = {
-            (-1, number)
-            for number, tensor in enumerate(out.inputs)
-            if version_of(tensor) != out.versions[number]
-        }
+        changed = set()
+        for number, tensor in enumerate(out.inputs):
+            if version_of(tensor) != out.versions[number]:
+                changed.add((-1, number))
         if changed:
             calls = [call for call in out.graph.calls if not changed.isdisjoint(call.tensors)]
             self._services.model.learned.make_callers_wait({call.module for call in calls})
@@ -463,7 +462,7 @@ class CallerSide:
         Raises:
             SMPUsageError: none does.
         """
-        task = self._services.baton.task
+        task = self._services.baton.current.task
         if task is None:
             raise SMPUsageError(
                 "a backward pass outside the step, through calls of modules on other ranks: they "
@@ -579,7 +578,7 @@ class _CallerCollector(Collector):
             OrderMattersError: code of another microbatch needs a value of this one. It has found
                 the tensor in an object that microbatches share.
         """
-        task = self._caller._services.baton.task
+        task = self._caller._services.baton.current.task
         if task is not None and task.frame.microbatch != self._frame.microbatch:
             raise OrderMattersError(
                 f"microbatch {task.frame.microbatch} uses a tensor of microbatch "
@@ -674,8 +673,10 @@ def refuse_transforms(tensors: Sequence[Any], who: Callable[[], str]) -> None:
         if type(one) is torch.Tensor
     ):
         what = "a tensor with a tangent (forward-mode derivatives)"
-    elif any(is_batched(one) for one in tensors if one is not None):
-        what = "a batch of gradients (is_grads_batched=True or vectorize=True)"
+    else:
+        for one in tensors:  # not `any`: this runs in every call
+            if one is not None and is_batched(one):
+                what = "a batch of gradients (is_grads_batched=True or vectorize=True)"
     if what:
         raise SMPUsageError(
             f"{what} cannot go through calls of modules on another rank: {who()}. Use "

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from smddp.modelparallel.core.baton import Aborted, Baton, Priority, Task, Ticket
+from smddp.modelparallel.core.baton import Aborted, Baton, Host, Priority, Task, Ticket
 from smddp.modelparallel.core.failure import Redo
 from smddp.modelparallel.core.step_machine import Event
 from smddp.modelparallel.torch.common import device
@@ -48,7 +48,7 @@ from smddp.modelparallel.torch.pipeline.timeline import Timeline
 __all__ = ["Executor"]
 
 
-class Executor:
+class Executor(Host):
     """Runs the steps of a pipeline on one rank.
 
     The thread that calls `run` waits there; the baton's threads do the work, and take the messages
@@ -115,14 +115,8 @@ class Executor:
         channel = Channel(group, rank, size) if group is not None and size > 1 else None
         lock = threading.RLock()
         self.mail = Mail(rank, job_ranks, channel, lock)
-        self.baton = Baton(
-            self._task_failed,
-            self.mail,
-            lambda: RandomState().restore,
-            None if self.member is None else self.member.order,
-            _prepare_thread,
-            _forget_values,
-        )
+        order = None if self.member is None else self.member.order
+        self.baton = Baton(self, self.mail, order)
         self.departure = Departure(abort)
         self.ending = Ending(
             self.baton, self.mail, lock, self.departure, replicas, collectives, self.late
@@ -281,7 +275,10 @@ class Executor:
         assert self.step.driver is not None
         self.step.driver.reach_backward(frame)
 
-    def _task_failed(self, task: Task, error: BaseException) -> None:
+    # --- see `Host` -------------------------------------------------------------------------------
+
+    def task_failed(self, task: Task, error: BaseException) -> None:
+        """Ends the step."""
         frame: Frame | None = task.frame
         if frame is not None and isinstance(error, Exception):
             # The task has relied on the structure of lazy tensors, and that may be the cause of its
@@ -290,25 +287,27 @@ class Executor:
                 self.caller.settle(frame)
         self.ending.fail(frame.microbatch if frame is not None else -1, error)
 
+    def clean_up(self, task: Task) -> None:
+        """Frees the values of its step that a task that has raised would keep in memory."""
+        forget_failed_pass()
+        if task.frame is not None:
+            task.frame.open = None
 
-def _prepare_thread() -> Callable[[], None]:
-    """Returns what a new thread of the baton does first; the calling thread has the device."""
-    place = device.current()
+    def save_state(self) -> Callable[[], None]:
+        """Saves the state of random generators."""
+        return RandomState().restore
 
-    def prepare() -> None:
-        # Without this, autograd would run on one thread per device, shared by all microbatches: a
-        # microbatch that waits there would block the work that it waits for.
-        torch.autograd.set_multithreading_enabled(False)
-        # OpenMP has a number of threads for each thread that uses it. This call takes over that of
-        # `torch.set_num_threads`; without it, small products would run on all cores.
-        torch.get_num_threads()
-        device.use(place)
+    def prepare_thread(self) -> Callable[[], None]:
+        """Returns what a new thread does first; the calling thread has the device."""
+        place = device.current()
 
-    return prepare
+        def prepare() -> None:
+            # Without this, autograd would run on one thread per device, shared by all microbatches:
+            # a microbatch that waits there would block the work that it waits for.
+            torch.autograd.set_multithreading_enabled(False)
+            # OpenMP has a number of threads for each thread that uses it. This call takes over that
+            # of `torch.set_num_threads`; without it, small products would run on all cores.
+            torch.get_num_threads()
+            device.use(place)
 
-
-def _forget_values(task: Task) -> None:
-    """Frees the values of its step that a task that has raised would keep in memory."""
-    forget_failed_pass()
-    if task.frame is not None:
-        task.frame.open = None
+        return prepare

@@ -48,7 +48,12 @@ class Mail:
         peers: the other ranks of the pipeline.
         ended: has this rank sent END in this step?
         work: what acts upon messages that begin or end work, by kind.
+        take: returns what has come; with True, waits until something has.
+        interrupt: ends the `take` that waits, or else the next one.
     """
+
+    take: Callable[[bool], list[Arrival]]  # with a channel; without one, nothing is expected
+    interrupt: Callable[[], None]
 
     def __init__(
         self,
@@ -70,6 +75,8 @@ class Mail:
         self.peers = [peer for peer in range(len(job_ranks)) if peer != rank]
         self.work: dict[int, Callable[[Message], None]] = {}
         self.ended = False
+        if channel is not None:
+            self.take, self.interrupt = channel.take, channel.interrupt
         self._lock = lock
         # Held for a check of `ended` and the send: no message may follow END, because the receiver
         # would take it for one of the next step.
@@ -159,16 +166,6 @@ class Mail:
     def expects(self) -> bool:
         """Says whether messages may still come in this step."""
         return self.channel is not None and self.channel.expects
-
-    def take(self, block: bool) -> list[Arrival]:
-        """Returns what has come; with `block`, waits until something has."""
-        assert self.channel is not None
-        return self.channel.take(block)
-
-    def interrupt(self) -> None:
-        """Ends the `take` that waits, or else the next one."""
-        assert self.channel is not None
-        self.channel.interrupt()
 
     def deliver(self, arrived: list[Arrival]) -> None:
         """Acts upon what has come; the thread that has the baton calls this."""

@@ -9,7 +9,7 @@ from smddp.modelparallel.core.baton import Baton
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.failure import CallsDifferError, Elsewhere
 from smddp.modelparallel.core.order import Announcement, Follower, Leader, TaskName, TaskOrder
-from smddp.modelparallel.core.step_machine import Event, Phase
+from smddp.modelparallel.core.step_machine import Event
 from smddp.modelparallel.torch.pipeline.ending import Ending
 from smddp.modelparallel.torch.pipeline.history import History, Point
 from smddp.modelparallel.torch.pipeline.method import Method
@@ -73,15 +73,12 @@ class Member:
         self._rank, self._of_job = rank, of_job
         self.group, self._collectives = group, collectives
         self._silence = silence
-        self.history = History(collectives, lambda: rank.model.modules.names)
+        self.history = History(collectives)
         self.order: TaskOrder | None = None
         self.waits: Waits | None = None
         if ordered:
-            self.waits = Waits(group.tell_of_wait, self._calls_differ)
-            self.order = Leader(group.announce)
-            if not group.leads:
-                completed = lambda: rank.ending.on(Event.COMPLETED)  # noqa: E731
-                self.order = Follower(self._diverged, completed)
+            self.waits = Waits(self)
+            self.order = Leader(group.announce) if group.leads else Follower(self)
             self.order.note = self.history.slice_ended
 
     def begin_step(self, divided: bool) -> None:
@@ -95,7 +92,7 @@ class Member:
             self.order.observer = self._rank.model.local.observer
         if self.waits is not None:
             self.waits.begin_step()
-        self.history.begin_step()
+        self.history.begin_step(self._rank.model.modules.names)
 
     def open(self) -> None:
         """Begins to hear of the other members."""
@@ -141,15 +138,11 @@ class Member:
         together = exchanges or model.local.observer is not None
         if not (together and self.history.differs(rank, point)):
             return
-        if model.learned.predicts_structures and self.order is not None:
-            # Perhaps only because one of them has waited.
-            self._rank.ending.tell(Event.STOPPED, CallsDifferError(_ONLY_SOME_WAIT))
-            return
         called = [
             f"rank {one} of the job has called {', '.join(map(repr, how.trail)) or 'none'}"
             for one, how in ((rank, point), (self._of_job, self.history.point()))
         ]
-        self._rank.ending.tell(
+        self._end(
             Event.STOPPED,
             SMPUsageError(
                 "replicas that run their tasks in one order, such as the ranks of a "
@@ -188,16 +181,25 @@ class Member:
             left = min(left, wait)
         return left
 
-    def _calls_differ(self) -> None:
+    # --- what is found here; see `WaitEvents` and `FollowerEvents` --------------------------------
+
+    def tell_of_wait(self, task: int, call: int) -> None:
+        """Tells the other members of a call for whose result this rank waits."""
+        self.group.tell_of_wait(task, call)
+
+    def calls_differ(self) -> None:
         """Ends the step, which is run again: this time every replica waits for every call."""
         self._rank.ending.tell(Event.CALLS_DIFFER, CallsDifferError(_ONLY_SOME_WAIT))
 
-    def _diverged(
+    def completed(self) -> None:
+        """Notes that this follower has run all that its leader has run."""
+        self._rank.ending.on(Event.COMPLETED)
+
+    def diverged(
         self, reason: str, announced: tuple[Any, ...] | None, ready: list[TaskName]
     ) -> None:
         """Ends the step because this replica does not make the calls of the leader's."""
-        model, ending = self._rank.model, self._rank.ending
-        names = model.modules.names
+        names = self._rank.model.modules.names
         leader, here = f"rank {self.group.ranks[0]} of the job", f"rank {self._of_job}"
         there = TaskName(*announced).text(names) if announced is not None else ""
         mine = "; ".join(sorted({name.text(names) for name in ready})) or "nothing"
@@ -211,12 +213,16 @@ class Member:
             f"replicas that run their tasks in one order have to make the same calls in each step: "
             f"{what}. On {here} could run: {mine}"
         )
-        if reason == "over" and ending.state.phase is not Phase.RUNNING:
-            # All bodies have ended: nobody has waited for the results of this work, and the
-            # leader's replica has not run it any more.
-            self._rank.baton.abort()
-            ending.on(Event.COMPLETED)
-        elif reason == "over" and model.learned.predicts_structures:
-            self._calls_differ()  # perhaps only because one of them has waited
+        if reason == "over":
+            self._end(Event.LEFT_OVER, error)
         else:
-            ending.fail(-1, error)
+            self._rank.ending.fail(-1, error)
+
+    def _end(self, event: Event, error: SMPUsageError) -> None:
+        """Ends the step because members make other calls.
+
+        Perhaps only because some have waited for a result, for which others have not: so the first
+        attempt of a step is run again, and then all wait.
+        """
+        waited = self.order is not None and self._rank.model.learned.predicts_structures
+        self._rank.ending.tell(event, CallsDifferError(_ONLY_SOME_WAIT) if waited else error)

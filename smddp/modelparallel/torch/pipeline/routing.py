@@ -332,7 +332,7 @@ class Routing:
             found, tensors, objects = collector.result_of_last()
             who = f"module {modules.names[number]!r}"
             arguments = Arguments(who, args, kwargs, originals, may_be_changed(structure))
-            find = finder(modules.by_number, arguments)
+            find = finder(modules, arguments)
             value = rebuild_reply(owner, found, tensors, objects, find)
             if type(value) is Reply:
                 self._bring_home(frame, value, arguments)
@@ -366,7 +366,7 @@ class Routing:
         """Returns structure and objects of the arguments of a call as they are sent."""
         try:
             structure = without_repeats(structure, tensors)
-            return packed(structure, tensors, objects, self._modules.number_of)
+            return packed(structure, tensors, objects, self._modules)
         except Exception:
             who = f"module {self._modules.names[number]!r} gets"
             raise_if_unpicklable(who, structure, objects, named=True)

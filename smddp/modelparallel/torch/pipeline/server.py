@@ -168,7 +168,7 @@ class Server:
         self.clear()
         self._graphs.clear()
         self._model, self._modules = model, model.modules
-        self._find = finder(model.modules.by_number)
+        self._find = finder(model.modules)
 
     def end_microbatch(self, microbatch: int) -> None:
         """Frees what is left here of a microbatch that has ended."""
@@ -439,7 +439,7 @@ class Server:
             model.changes.note_call(call.module, before, reply, run.origin)
             tensors: list[torch.Tensor] = []
             found: list[Any] = []
-            structure, found = flatten_reply(reply, before, modules.number_of, tensors, found)
+            structure, found = flatten_reply(reply, before, modules, tensors, found)
             if call.returns is None:
                 run.returned[index] = (structure, found, len(tensors))
             elif structure != call.returns:
