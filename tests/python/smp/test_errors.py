@@ -18,7 +18,7 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.core.errors import SMPError, SMPMicrobatchError, SMPPeerError
-from smddp.modelparallel.torch.pipeline import step_run
+from smddp.modelparallel.torch.pipeline import step as step_module
 
 pytestmark = pytest.mark.multiprocess
 
@@ -275,7 +275,7 @@ def silent(fault: str) -> str:
     train(model, x, "")
     executor = model.runtime.executor
     if smp.pp_rank() == 0:
-        step_run.END_TIMEOUT = 0.5
+        step_module.END_TIMEOUT = 0.5
         with pytest.raises(SMPPeerError) as caught:
             train(model, x, fault)
         # What comes now from rank 1 is of the step before; the next step must not take it.

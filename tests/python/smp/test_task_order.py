@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.core.errors import SMPMicrobatchError, SMPPeerError, SMPUsageError
 from smddp.modelparallel.torch.model import division as division_module
-from smddp.modelparallel.torch.pipeline import executor as executor_module
+from smddp.modelparallel.torch.pipeline import step as step_module
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -415,7 +415,7 @@ def diverging(where: int, backward: bool) -> tuple[str, float]:
     branch = Branch()
     model = smp.DistributedModel(branch)
     x = numbered()
-    executor_module._END_TIMEOUT = 1.0
+    step_module.END_TIMEOUT = 1.0
 
     def step() -> None:
         if backward:
@@ -432,7 +432,7 @@ def diverging(where: int, backward: bool) -> tuple[str, float]:
         step()
     seconds = time.monotonic() - begun
     branch.longer = False
-    executor_module._END_TIMEOUT = 120.0
+    step_module.END_TIMEOUT = 120.0
     step()
     return f"{type(caught.value).__name__}: {caught.value}".splitlines()[0], seconds
 

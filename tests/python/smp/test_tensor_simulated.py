@@ -380,7 +380,7 @@ class Case:
             assert len(results) == len(wanted)
             for result, values in zip(results, wanted, strict=True):
                 assert torch.equal(result, values[place.rank_in("tp")]), f"{self} has other bits"
-            first = job.ranks[rank].replicas.ranks[0]  # type: ignore[union-attr]
+            first = job.ranks[rank].member.group.ranks[0]  # type: ignore[union-attr]
             assert self.slices[rank] == self.slices[first], f"{self} has another order"
 
     def __str__(self) -> str:

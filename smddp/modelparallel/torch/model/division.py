@@ -205,7 +205,7 @@ class Division:
     def _apply(self, decision: Decision) -> None:
         divides = None if self._sharding is None else self._sharding.divides
         self._placement.apply(decision, self.device, divides)
-        self._model.taken.take_forward()
+        self._model.takeover.take_forward()
         self._checkpoints.apply()
         local = self._gradients.adopt()
         self.buffers = Buffers(self._module, self._placement.owns_buffer)

@@ -125,7 +125,7 @@ class ModelRuntime:
         self.announced: Example | None = None
         self.norms = 0
         self.warned_of_copies = False
-        self.model.taken.install()
+        self.model.takeover.install()
         if topology.pp_size == 1:
             self.division.apply(Decision.one_partition(self.model.modules))
 

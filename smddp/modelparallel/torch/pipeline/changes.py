@@ -105,11 +105,6 @@ class Changes:
         """Whether this step has shown that microbatches must run one after the other."""
         return self._shared is not None and self._shared.in_order
 
-    @property
-    def looks(self) -> bool:
-        """Whether `look` has anything to do; code that makes calls often asks first."""
-        return self._shared is not None
-
     def look(self, microbatch: int) -> None:
         """Looks for changes before code of a microbatch waits, while others run."""
         if self._shared is not None:

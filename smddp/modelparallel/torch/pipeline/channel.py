@@ -67,7 +67,7 @@ class Channel:
     """This rank's ends of all streams of its pipeline.
 
     One thread at a time may call `take`; any thread may call `send` and `interrupt`. A stream that
-    has failed stays broken, and the rank leaves the job; see `Ending.leave`.
+    has failed stays broken, and the rank leaves the job; see `Departure`.
 
     Attributes:
         peers: the other ranks of the pipeline.

@@ -42,7 +42,7 @@ from smddp.modelparallel.torch.pipeline.step import (
     StepModel,
     StepResult,
 )
-from smddp.modelparallel.torch.pipeline.step_run import END_TIMEOUT, StepRun
+from smddp.modelparallel.torch.pipeline.step_run import StepRun
 from smddp.modelparallel.torch.pipeline.timeline import Timeline
 
 __all__ = ["Executor"]
@@ -107,9 +107,7 @@ class Executor(Host):
         self.late: LateCalls | None = None
         if replicas is not None:
             # With one partition the microbatches run one after the other in any case.
-            self.member = Member(
-                self, job_ranks[rank], replicas, collectives, size > 1, END_TIMEOUT
-            )
+            self.member = Member(self, job_ranks[rank], replicas, collectives, size > 1)
             if collectives is not None:
                 self.late = LateCalls(replicas, collectives)
         channel = Channel(group, rank, size) if group is not None and size > 1 else None

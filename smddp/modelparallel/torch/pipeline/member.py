@@ -10,6 +10,7 @@ from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.failure import CallsDifferError, Elsewhere
 from smddp.modelparallel.core.order import Announcement, Follower, Leader, TaskName, TaskOrder
 from smddp.modelparallel.core.step_machine import Event
+from smddp.modelparallel.torch.pipeline import step
 from smddp.modelparallel.torch.pipeline.ending import Ending
 from smddp.modelparallel.torch.pipeline.history import History, Point
 from smddp.modelparallel.torch.pipeline.method import Method
@@ -57,7 +58,6 @@ class Member:
         group: OrderGroup,
         collectives: StepCollectives | None,
         ordered: bool,
-        silence: float,
     ) -> None:
         """Begins without a step.
 
@@ -68,11 +68,9 @@ class Member:
             collectives: those of tasks, over members of the group; None if there are none.
             ordered: do the members run their tasks in one order? Not with one partition, where
                 microbatches run one after the other in any case.
-            silence: seconds that a rank waits for END of its pipeline.
         """
         self._rank, self._of_job = rank, of_job
         self.group, self._collectives = group, collectives
-        self._silence = silence
         self.history = History(collectives)
         self.order: TaskOrder | None = None
         self.waits: Waits | None = None
@@ -176,7 +174,7 @@ class Member:
                 # this one in the pipeline, which ends after the same timeout. So this rank says
                 # earlier what the reason is.
                 stuck = timeout / 2
-                wait = order.check(stuck, timeout * 3 / 4, over=min(stuck, self._silence))
+                wait = order.check(stuck, timeout * 3 / 4, over=min(stuck, step.END_TIMEOUT))
             order.settle()
             left = min(left, wait)
         return left

@@ -19,7 +19,7 @@ from smddp.modelparallel.torch.pipeline.reads import Homes, OwnValues
 from smddp.modelparallel.torch.pipeline.routing import Routing
 from smddp.modelparallel.torch.pipeline.services import RankServices
 from smddp.modelparallel.torch.pipeline.step import Schedule
-from smddp.modelparallel.torch.pipeline.takeover import Taken
+from smddp.modelparallel.torch.pipeline.takeover import Takeover
 
 __all__ = ["PipelineModel"]
 
@@ -37,7 +37,7 @@ class PipelineModel:
         homes: of the parameters and buffers of other ranks.
         local: runs calls on this rank.
         routing: decides where a call runs.
-        taken: takes calls over from torch.
+        takeover: takes calls over from torch.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PipelineModel:
         )
         self.homes = Homes(self.modules, self.routing, current)
         asker = ModelAsker(current, self.modules, self.parameters, caller, self.changes)
-        self.taken = Taken(current, self.modules, self.parameters, self.routing, asker)
+        self.takeover = Takeover(current, self.modules, self.parameters, self.routing, asker)
 
     def begin_step(
         self,

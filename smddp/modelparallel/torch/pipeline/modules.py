@@ -91,10 +91,6 @@ class Modules:
         """
         return f"{self.names[number]}.{name}" if number else name
 
-    def owner_of(self, number: int) -> int | None:
-        """Returns the owner of a module."""
-        return self.owners[number]
-
     def lives_here(self, number: int) -> bool:
         """Says whether calls of a module that are made here run here."""
         return self.owners[number] in (None, self.rank)

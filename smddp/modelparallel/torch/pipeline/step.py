@@ -17,6 +17,7 @@ from smddp.modelparallel.torch.common.random_state import RandomState
 from smddp.modelparallel.torch.pipeline.frame import Frame
 
 __all__ = [
+    "END_TIMEOUT",
     "UNLIMITED",
     "Form",
     "Schedule",
@@ -28,6 +29,9 @@ __all__ = [
     "StepResult",
 ]
 
+# Seconds that a rank waits for the others' END once it has no task left. A rank that computes
+# answers when its task waits or ends. Tests change it, so it is read where it is needed.
+END_TIMEOUT = 120.0
 # More microbatches than any step has.
 UNLIMITED = 1 << 30
 

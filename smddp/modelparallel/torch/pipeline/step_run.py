@@ -18,6 +18,7 @@ from smddp.modelparallel.core.failure import summary
 from smddp.modelparallel.core.order import TaskName
 from smddp.modelparallel.core.step_machine import SILENT, Event, Phase, Verdict
 from smddp.modelparallel.torch.common.random_state import RandomState
+from smddp.modelparallel.torch.pipeline import step
 from smddp.modelparallel.torch.pipeline.calls import CallerSide
 from smddp.modelparallel.torch.pipeline.channel import Ended
 from smddp.modelparallel.torch.pipeline.ending import SILENT_RANK, Ending
@@ -35,11 +36,7 @@ from smddp.modelparallel.torch.pipeline.step import (
     StepResult,
 )
 
-__all__ = ["END_TIMEOUT", "StepRank", "StepRun"]
-
-# Seconds that a rank waits for the others' END once it has no task left. A rank that computes
-# answers when its task waits or ends.
-END_TIMEOUT = 120.0
+__all__ = ["StepRank", "StepRun"]
 
 
 class StepRank(Protocol):
@@ -140,7 +137,7 @@ class StepRun:
         self._rank.baton.wait_until_idle()
 
     def _await_place(self) -> None:
-        self._placed.wait(END_TIMEOUT)
+        self._placed.wait(step.END_TIMEOUT)
 
     def _complete_collectives(self) -> None:
         """Begins calls so that no rank waits for one that this rank does not make any more."""
@@ -167,7 +164,7 @@ class StepRun:
         """
         channel = self._mail.channel
         assert channel is not None
-        silent = channel.drain(END_TIMEOUT)
+        silent = channel.drain(step.END_TIMEOUT)
         if not silent:
             return
         for peer in silent:

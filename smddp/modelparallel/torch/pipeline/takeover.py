@@ -26,10 +26,10 @@ from smddp.modelparallel.torch.pipeline.passes import patch_engine
 from smddp.modelparallel.torch.pipeline.remote_tensor import patch_torch
 from smddp.modelparallel.torch.pipeline.routing import Routing
 
-__all__ = ["Taken", "forget_owner", "note_replaced"]
+__all__ = ["Takeover", "forget_owner", "note_replaced"]
 
 
-class Taken:
+class Takeover:
     """A model whose calls go to its routing, as long as this lives.
 
     Attributes:
@@ -77,7 +77,7 @@ class Taken:
 
 
 # The models of the process, usually one. The newest one is asked first.
-_models: list[weakref.ref[Taken]] = []
+_models: list[weakref.ref[Takeover]] = []
 # Modules in whose place another one is now, with those inside them, and the names of the former.
 _replaced: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
@@ -118,7 +118,7 @@ def _to_owners(original: Any) -> Any:
     return call
 
 
-def _in_step() -> Taken | None:
+def _in_step() -> Takeover | None:
     """Returns the model of the step whose code runs on this thread; None outside steps."""
     for reference in reversed(_models):
         model = reference()
