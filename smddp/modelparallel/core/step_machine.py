@@ -474,6 +474,8 @@ TABLE: tuple[Row, ...] = (
     Row(SILENT, _E.ABANDONED, None, _P.OUTSIDE, (_A.SEND_FAILURE, *_HALT, _A.LEAVE), _leave),
     Row(ENDED, _E.ABANDONED, None, _P.OUTSIDE, (*_HALT, _A.LEAVE), _leave),
     Row(_AFTER[:-1], _E.ABANDONED, None, _P.OUTSIDE, (_A.LEAVE,), _leave_only),
+    # What has come before that may still be acted upon.
+    Row((_P.OUTSIDE,), _E.FAILED, None, None),
     # --- the division
     Row(tuple(_P), _E.DECIDES, None, None, (), _decide),
     Row(tuple(_P), _E.DIVIDED, None, None, (), _divided),

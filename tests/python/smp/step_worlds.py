@@ -992,6 +992,8 @@ class Moving:
         self.put(i, at=6)
         self.on(i, Event.DECIDED)
         self.on(i, Event.DIVIDED)
+        if self.ranks[i].aborted:
+            self._end_task(i)  # at its next wait
 
     def get_task(self, i: int) -> None:
         """Gets a task that the leader has not got."""

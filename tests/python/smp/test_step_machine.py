@@ -70,6 +70,7 @@ FOR_ALL_ROWS: list[tuple[str, list[tuple[str, int]]]] = [
     *(("gradients", [fault]) for fault in [("early", 0), ("redo", 1), ("report", 1), ("begin", 0)]),
     *(("gradients", [fault]) for fault in [("lost", 0), ("lost", 1), ("silent", 0), ("signal", 1)]),
     ("gradients", [("signal", 1), ("lost", 0)]),
+    ("gradients", [("signal", 1), ("other step", 1)]),
     *(("exchanges", [fault]) for fault in [("early", 0), ("no call", 0), ("begin", 0)]),
     *(("exchanges", [fault]) for fault in [("begin", 1), ("waits", 0), ("order", -1)]),
     ("exchanges", [("waits", 0), ("late", 2)]),
