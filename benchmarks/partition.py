@@ -36,10 +36,6 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x)) * torch.sigmoid(self.gate(x))
 
 
-class _Services:
-    rank, baton = 0, None
-
-
 def main() -> None:
     """Prints the median time of each phase."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
@@ -47,9 +43,7 @@ def main() -> None:
     # The blocks have different costs, so equal numbers of blocks are not equal shares.
     blocks = [Block(64, 64 * (1 + number % 5)) for number in range((count + 5) // 7)]
     model = nn.Sequential(*blocks)
-    services: Any = _Services()
-    nobody: Any = None
-    modules = Modules(services, nobody, model)
+    modules = Modules(model, 0)
     x = torch.zeros(4, 64)
     seconds: dict[str, list[float]] = {}
 

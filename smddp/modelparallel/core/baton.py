@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from smddp.modelparallel.core.order import TaskName, TaskOrder
 
-__all__ = ["Aborted", "Baton", "Inbox", "Priority", "Task", "Ticket"]
+__all__ = ["Aborted", "Baton", "Current", "Host", "Inbox", "Priority", "Task", "Ticket"]
 
 
 class Aborted(BaseException):
@@ -94,6 +94,16 @@ class Task:
         self.number: int | None = None
 
 
+class Current(threading.local):
+    """What is different on each thread.
+
+    Attributes:
+        task: that runs on it; None on threads that are not of a baton, and between tasks.
+    """
+
+    task: Task | None = None
+
+
 class Inbox(Protocol):
     """Where messages come from; the thread that holds the baton takes them between two tasks."""
 
@@ -101,14 +111,36 @@ class Inbox(Protocol):
     def expects(self) -> bool:
         """Says whether messages may still come."""
 
-    def take(self, block: bool) -> Any:
+    def take(self, block: bool, /) -> Any:
         """Returns the messages that have come; with `block`, waits until there is one."""
 
-    def deliver(self, arrived: Any) -> None:
+    def deliver(self, arrived: Any, /) -> None:
         """Acts upon what `take` has returned: submits tasks and completes tickets."""
 
     def interrupt(self) -> None:
         """Ends the `take` that waits, or else the next one."""
+
+
+class Host:
+    """What happens around the tasks of a rank, besides their order. This one does nothing."""
+
+    def task_failed(self, task: Task, error: BaseException) -> None:
+        """Acts upon the exception that a task has raised, except Aborted."""
+
+    def clean_up(self, task: Task) -> None:
+        """Called after that, also for Aborted, with the task and on its thread."""
+
+    def save_state(self) -> Callable[[], None]:
+        """Saves what other tasks may change while a task waits; returns what restores it.
+
+        That may be the state of random generators. Called only if the waiting thread passes the
+        baton on.
+        """
+        return _nothing
+
+    def prepare_thread(self) -> Callable[[], None]:
+        """Returns what runs first on the thread of a worker; called on a thread that makes one."""
+        return _nothing
 
 
 class Baton:
@@ -122,6 +154,7 @@ class Baton:
     `wait_until_idle`.
 
     Attributes:
+        current: the tasks of threads, for code that asks often.
         order: decides, with other ranks, which task is next; None if this rank decides alone.
         watch: makes a context that is entered around each task; None for nothing.
         context: the values of ContextVars that tasks find.
@@ -129,33 +162,22 @@ class Baton:
 
     def __init__(
         self,
-        failed: Callable[[Task, BaseException], None],
+        host: Host,
         inbox: Inbox,
-        save_state: Callable[[], Callable[[], None]],
         order: TaskOrder | None = None,
-        prepare: Callable[[], Callable[[], None]] = lambda: _nothing,
-        clean_up: Callable[[Task], None] = lambda _: None,
     ) -> None:
         """Begins without threads.
 
         Args:
-            failed: called with a task and the exception that it has raised, except Aborted.
+            host: is told of what happens to tasks.
             inbox: where messages come from.
-            save_state: saves what other tasks may change while a task waits, such as the state of
-                random generators; returns a function that restores it. Called only if the waiting
-                thread passes the baton on.
             order: decides, with other ranks, which task is next; None if this rank decides alone.
-            prepare: called on a thread that makes a worker; returns what runs first on the thread
-                of the worker.
-            clean_up: called after that, also for Aborted, with the task and on its thread.
         """
         self.order = order
-        self._prepare, self._clean_up = prepare, clean_up
+        self._host = host
         self.watch: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
         self.context = contextvars.copy_context()
-        self._failed = failed
         self._inbox = inbox
-        self._save_state = save_state
         self._lock = threading.Lock()
         # Heaps: forward tasks that go on after a wait, forward tasks that have not begun, and
         # backward tasks. After an abort all tasks that have begun are in the first one.
@@ -171,12 +193,12 @@ class Baton:
         self._held = self._blocked = False
         self._aborted = self._idle_awaited = self._closed = False
         self._quiet = threading.Condition(self._lock)
-        self._current = threading.local()
+        self.current = Current()
 
     @property
     def task(self) -> Task | None:
         """The task that runs on the calling thread; None on other threads."""
-        return getattr(self._current, "task", None)
+        return self.current.task
 
     def begin(self) -> None:
         """Begins a step: accepts tasks again after an abort. No task may be left."""
@@ -217,7 +239,7 @@ class Baton:
         Raises:
             Aborted: the step failed meanwhile.
         """
-        task = self.task
+        task = self.current.task
         assert task is not None
         assert task.worker is not None
         if self.order is not None and task.number is not None and not self._aborted:
@@ -341,7 +363,7 @@ class Baton:
                 if mine:
                     self._running = task
                 elif not keeps_baton and own is not None and restore_state is None:
-                    restore_state = self._save_state()
+                    restore_state = self._host.save_state()
                 if task is None and self._idle_awaited and not self._waiting:
                     self._quiet.notify_all()
                 if task is not None and not mine:
@@ -437,7 +459,7 @@ class Baton:
             if task is None:
                 task = self._find_work(worker, None)
             task.worker = worker
-            self._current.task = task
+            self.current.task = task
             try:
                 # Each task changes a copy of its own.
                 context = self.context.copy()
@@ -450,11 +472,11 @@ class Baton:
                     self.order.slice_ends(False)
             except BaseException as error:
                 if not isinstance(error, Aborted):
-                    self._failed(task, error)
-                self._clean_up(task)
+                    self._host.task_failed(task, error)
+                self._host.clean_up(task)
             number = task.number
             # While this thread sleeps, it must not keep the task's objects alive.
-            self._current.task = task = None
+            self.current.task = task = None
             with self._lock:
                 self._running = None
                 if number is not None and self.order is not None:
@@ -483,5 +505,5 @@ class _Worker:
         self.wake.acquire()
         # The task to run after waking; None to look for one.
         self.task: Task | None = None
-        self.prepare = baton._prepare()
+        self.prepare = baton._host.prepare_thread()
         threading.Thread(target=baton._run, args=(self,), name="smp-task", daemon=True).start()

@@ -23,6 +23,7 @@ __all__ = [
     "Failure",
     "OrderMattersError",
     "PlanChangedError",
+    "Raised",
     "Redo",
     "StructureChangedError",
     "as_error",
@@ -87,6 +88,34 @@ class Elsewhere(NamedTuple):
         return SMPPeerError(f"the step failed on rank {self.rank} of the job: {self.text}")
 
 
+class Raised:
+    """The exception of a failure, on the rank that has raised it.
+
+    Messages do not carry it, and all are equal: so failures are compared by what ranks say of them.
+
+    Attributes:
+        error: None elsewhere, and once the step is over. Its traceback refers to the values of the
+            step.
+    """
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Raised)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Raised, ()
+
+
+_ELSEWHERE = Raised()
+
+
 class Failure(NamedTuple):
     """Why a step failed, as it is sent to all ranks.
 
@@ -102,6 +131,7 @@ class Failure(NamedTuple):
         order_matters: smp had assumed that no buffer changes that other ranks read.
         elsewhere: the failure of another replica that made this one end the step; None if it has
             failed itself.
+        raised: the exception, on the rank that has raised it.
     """
 
     microbatch: int
@@ -112,6 +142,7 @@ class Failure(NamedTuple):
     redo: bool = False
     order_matters: bool = False
     elsewhere: Elsewhere | None = None
+    raised: Raised = _ELSEWHERE
 
     def for_others(self, job_ranks: Sequence[int]) -> Elsewhere:
         """Returns what other replicas hear of it.
@@ -148,7 +179,7 @@ def _order(failure: Failure) -> tuple[Any, ...]:
     return of_job >= 0, before, failure.microbatch, failure.rank, of_job, failure.text
 
 
-def as_error(failure: Failure, where: str, cause: BaseException | None) -> SMPError:
+def as_error(failure: Failure, where: str) -> SMPError:
     """Returns the same class with the same text on all ranks, from the original where possible.
 
     On a rank without the original exception, its traceback is appended to the text.
@@ -156,7 +187,6 @@ def as_error(failure: Failure, where: str, cause: BaseException | None) -> SMPEr
     Args:
         failure: to raise.
         where: names the rank on which it was raised.
-        cause: the original exception, if it was raised on this rank.
 
     Returns:
         SMPMicrobatchError in most cases. An error of the original's class, if smp itself has raised
@@ -166,6 +196,7 @@ def as_error(failure: Failure, where: str, cause: BaseException | None) -> SMPEr
     """
     if failure.elsewhere is not None:
         return failure.elsewhere.error()
+    cause = failure.raised.error
     origin = cause or _unpickled(failure)
     outside = failure.microbatch < 0 and isinstance(origin, SMPError)
     of_all = isinstance(origin, (SMPPeerError, SMPPartitionError))
@@ -207,7 +238,9 @@ def describe(microbatch: int, rank: int, error: BaseException) -> Failure:
         CallsDifferError,
     )
     redo = order_matters or isinstance(error, wrong)
-    return Failure(microbatch, rank, text, trace, pickled, redo, order_matters)
+    return Failure(
+        microbatch, rank, text, trace, pickled, redo, order_matters, raised=Raised(error)
+    )
 
 
 def _unpickled(failure: Failure) -> BaseException | None:

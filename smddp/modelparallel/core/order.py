@@ -270,6 +270,26 @@ class Leader(_Observed):
                 self._announce(decisions)
 
 
+class FollowerEvents(Protocol):
+    """What a follower finds; called without the lock of the baton."""
+
+    def diverged(
+        self, reason: str, announced: tuple[Any, ...] | None, ready: list[TaskName]
+    ) -> None:
+        """This replica does not make the calls of the leader's; at most once in a step.
+
+        Args:
+            reason: "over" if the leader has ended the step, "silent" if it announces nothing for
+                too long, "stuck" if what it has announced does not become runnable here.
+            announced: the name of the task that was announced and is not runnable here; None if
+                there is none.
+            ready: what is runnable here.
+        """
+
+    def completed(self) -> None:
+        """Everything has run that the leader has run."""
+
+
 class Follower(_Observed):
     """Keeps tasks until the leader has announced them.
 
@@ -278,24 +298,14 @@ class Follower(_Observed):
     here; else if nothing runs for long.
     """
 
-    def __init__(
-        self,
-        diverged: Callable[[str, tuple[Any, ...] | None, list[TaskName]], None],
-        completed: Callable[[], None],
-    ) -> None:
+    def __init__(self, events: FollowerEvents) -> None:
         """Begins without announcements.
 
         Args:
-            diverged: called without the lock, at most once in a step, with a reason; with the name
-                of the task that was announced and is not runnable here, None if there is none; and
-                with what is runnable here. The reason is "over" if the leader has ended the step,
-                "silent" if it announces nothing for too long, "stuck" if what it has announced
-                does not become runnable here.
-            completed: called without the lock when everything has run that the leader has run.
+            events: is told what this finds.
         """
         super().__init__()
-        self._diverged = diverged
-        self._completed = completed
+        self._events = events
         self._ready: dict[Any, deque[OrderedTask]] = {}
         self.begin()
 
@@ -422,11 +432,11 @@ class Follower(_Observed):
         """Tells what was found out."""
         if self._complete:
             self._complete = False
-            self._completed()
+            self._events.completed()
         if not self._verdict:
             return
         verdict, self._verdict = self._verdict, ""
-        self._diverged(verdict, self._missing, self._runnable)
+        self._events.diverged(verdict, self._missing, self._runnable)
 
     def _find(self, verdict: str) -> None:
         if self._found:

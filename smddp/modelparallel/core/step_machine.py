@@ -52,7 +52,7 @@ class Phase(enum.IntEnum):
 class Event(enum.IntEnum):
     """What has happened. Most come with a `Failure`, AGREED with a `Verdict`."""
 
-    BEGUN = 0  # the step function was called; with the `State` in which it begins
+    BEGUN = 0  # the step function was called; does rank 0 owe a word about the division?
     BODIES_ENDED = 1  # all have ended on rank 0; the others hear that in its END
     COMPLETED = 2  # a follower has run all that its leader has run
     COLLECTED = 3  # the thread of the caller has nothing more to do before END
@@ -74,6 +74,9 @@ class Event(enum.IntEnum):
     TIMED_OUT = 19  # END of a rank of the pipeline has not come
     AGREED = 20  # all members of the order group have ended the step
     REDO = 21  # gathers or replicas find at the end that the step has to be run again
+    ABANDONED = 22  # a signal has raised on the thread of the caller, between two phases
+    ADOPTED = 23  # the next steps are those of another model: is it known where modules live?
+    LEFT_OVER = 24  # the leader has ended the step without a task that is runnable here
 
 
 class Action(enum.IntEnum):
@@ -284,8 +287,12 @@ def _is_needed(place: Place, state: State) -> bool:
 # --- what a state keeps ---------------------------------------------------------------------------
 
 
-def _begin(state: State, begun: State) -> State:
-    return begun._replace(phase=Phase.RUNNING, left=state.left)
+def _begin(state: State, undecided: bool) -> State:
+    return State(Phase.RUNNING, divided=state.divided, undecided=undecided, left=state.left)
+
+
+def _adopt(state: State, divided: bool) -> State:
+    return state._replace(divided=divided)
 
 
 def _join(state: State, failure: Failure) -> State:
@@ -357,6 +364,7 @@ _AFTER = _P.MEETING, _P.AGREEING, _P.REDUCING, _P.OUTSIDE
 # At an event, the first row that fits says what happens. An event without a row changes nothing;
 # that does not occur, as far as the exploration goes.
 TABLE: tuple[Row, ...] = (
+    Row((_P.OUTSIDE,), _E.ADOPTED, None, None, (), _adopt),
     Row((_P.OUTSIDE,), _E.BEGUN, None, _P.RUNNING, (), _begin),
     # --- success
     # What nobody has waited for may still be left; the leader has run it, too.
@@ -367,6 +375,10 @@ TABLE: tuple[Row, ...] = (
     # The word of the leader may come before that of rank 0.
     Row((_P.RUNNING,), _E.COMPLETED, None, None, (), _complete),
     Row((_P.FOLLOWING,), _E.COMPLETED, None, _P.COLLECTING, (_A.WAKE,)),
+    # All bodies have ended: nobody has waited for the results of what is left over, and the replica
+    # of the leader has not run it any more.
+    Row((_P.FOLLOWING,), _E.LEFT_OVER, None, _P.COLLECTING, (_A.ABORT_TASKS, _A.WAKE)),
+    Row((_P.COLLECTING, *ENDED, *_AFTER), _E.LEFT_OVER, None, None, (_A.ABORT_TASKS,)),
     Row((_P.COLLECTING,), _E.COLLECTED, None, None, (_A.SUCCEED,)),
     Row((_P.COLLECTING,), _E.SUCCEEDED, None, _P.SETTLING, (_A.WAKE,)),
     # END was sent on another thread: with a report, or because of a failure.
@@ -377,6 +389,7 @@ TABLE: tuple[Row, ...] = (
     # hear it send END, too, because the step ends so on every stream.
     Row(SILENT, _E.FAILED, None, _P.SETTLING, _END, _join_first),
     Row(SILENT, _E.CALLS_DIFFER, None, _P.SETTLING, _END, _join_first),
+    Row((_P.RUNNING,), _E.LEFT_OVER, None, _P.SETTLING, _END, _join_first),
     Row(SILENT, _E.HEARD_FAILURE, None, _P.SETTLING, (_A.SEND_NOTHING, *_END[1:]), _join),
     # This rank would have the decision, and could not tell it its pipeline any more. Others must
     # not wait for its calls meanwhile: it may wait for them to say whether they decide.
@@ -457,6 +470,12 @@ TABLE: tuple[Row, ...] = (
     Row((_P.REDUCING,), _E.BROKEN, None, _P.OUTSIDE, (_A.LEAVE, _A.RAISE), _leave),
     # The step could not begin here, and the others may be in it already.
     Row((_P.OUTSIDE,), _E.BROKEN, None, None, (_A.SEND_FAILURE, _A.LEAVE), _leave_only),
+    # The caller gets the signal at once; it does not wait, so there is nobody to wake.
+    Row(SILENT, _E.ABANDONED, None, _P.OUTSIDE, (_A.SEND_FAILURE, *_HALT, _A.LEAVE), _leave),
+    Row(ENDED, _E.ABANDONED, None, _P.OUTSIDE, (*_HALT, _A.LEAVE), _leave),
+    Row(_AFTER[:-1], _E.ABANDONED, None, _P.OUTSIDE, (_A.LEAVE,), _leave_only),
+    # What has come before that may still be acted upon.
+    Row((_P.OUTSIDE,), _E.FAILED, None, None),
     # --- the division
     Row(tuple(_P), _E.DECIDES, None, None, (), _decide),
     Row(tuple(_P), _E.DIVIDED, None, None, (), _divided),

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 import smddp.numpy
-from smddp.modelparallel.core.baton import Baton, Priority, Task, Ticket
+from smddp.modelparallel.core.baton import Baton, Host, Priority, Task, Ticket
 from smddp.modelparallel.core.errors import SMPError, SMPPartitionError, SMPPeerError, SMPUsageError
 from smddp.modelparallel.core.failure import Failure, as_error, describe
 from smddp.modelparallel.core.progress import Progress
@@ -180,7 +180,7 @@ class _Frame:
         return self._executor.gradients(self, loss, variables)
 
 
-class Executor:
+class Executor(Host):
     """Runs the steps of a pipeline on one rank; `Baton` decides what runs next.
 
     Attributes:
@@ -196,7 +196,7 @@ class Executor:
         """
         self.rank = group.rank
         self._channel = Channel(group, timeout)
-        self._baton = Baton(self._task_failed, self, lambda: lambda: None)
+        self._baton = Baton(self, self)
         self._lock = threading.Lock()
         self._step = 0
         self._numbers = itertools.count()
@@ -221,7 +221,6 @@ class Executor:
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._answers: set[int] = set()
         self._failure: Failure | None = None
-        self._cause: BaseException | None = None
         self._sums: list[dict[int, Any]] = []
         self._assigned: dict[int, Any] = {}
         self._unknown = False
@@ -257,17 +256,17 @@ class Executor:
                 pass
             self._baton.wait_until_idle()
         except BaseException as error:
-            self._fail(describe(-1, self.rank, _reason(error)), error)
+            self._fail(describe(-1, self.rank, _reason(error)))
             self._channel.interrupt()
             self._baton.wait_until_idle()
             raise
         finally:
-            failure, cause = self._failure, self._cause
+            failure = self._failure
             outcome = Outcome(self._returned, self._sums, self._assigned, self._unknown)
             self._reset()
         if failure is not None:
             where = f"rank {failure.rank} of the pipeline"
-            raise as_error(failure, where, cause)
+            raise as_error(failure, where)
         try:
             self._channel.flush()
         except (TimeoutError, smddp.numpy.Error) as error:
@@ -527,7 +526,7 @@ class Executor:
         except smddp.numpy.Error as error:
             lost = SMPPeerError(str(error))
         self._broken = str(lost)
-        self._fail(describe(-1, self.rank, lost), lost)
+        self._fail(describe(-1, self.rank, lost))
         return []
 
     def interrupt(self) -> None:
@@ -543,7 +542,7 @@ class Executor:
                 try:
                     self._act(message)
                 except Exception as error:
-                    self._fail(describe(-1, self.rank, error), error)
+                    self._fail(describe(-1, self.rank, error))
 
     def _act(self, message: Message) -> None:
         kind, header = message.kind, message.header
@@ -561,7 +560,7 @@ class Executor:
             call.answer = message
             self._baton.complete(call.ticket)
         elif kind is Kind.FAILED:
-            self._fail(header, None)
+            self._fail(header)
         elif self.rank == 0:
             self._answers.add(message.sender)
             if len(self._answers) == len(self._channel.peers):
@@ -589,19 +588,20 @@ class Executor:
 
     # --- failures ---------------------------------------------------------------------------------
 
-    def _task_failed(self, task: Task, error: BaseException) -> None:
+    def task_failed(self, task: Task, error: BaseException) -> None:
+        """Ends the step; see `Host`."""
         microbatch = -1 if task.frame is None else task.frame.microbatch
         if isinstance(error, smddp.numpy.Error):
             self._broken = str(error)
             microbatch, error = -1, SMPPeerError(str(error))
-        self._fail(describe(microbatch, self.rank, error), error)
+        self._fail(describe(microbatch, self.rank, error))
 
-    def _fail(self, failure: Failure, cause: BaseException | None) -> None:
+    def _fail(self, failure: Failure) -> None:
         """Ends the step. A failure of this rank goes to all ranks of the pipeline."""
         with self._lock:
             if self._over.is_set():
                 return
-            self._failure, self._cause = failure, cause
+            self._failure = failure
             self._over.set()
         if failure.rank == self.rank:
             self._tell(failure)

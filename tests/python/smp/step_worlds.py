@@ -74,8 +74,9 @@ class Fault(NamedTuple):
             call; "begin", the step cannot begin here; "change", a gathered parameter was changed;
             "gather", the end of the gathers fails here alone; "plan", their plan was wrong; "hook",
             reducing the gradients fails here. On all ranks "order", calls were made in different
-            orders. At any moment "lost", the process ends; "signal", the
-            thread of the caller is interrupted; "silent", the wait for END lasts too long.
+            orders. At any moment "lost", the process ends; "signal", the thread of the caller is
+            interrupted; "silent", the wait for END lasts too long; "extra", a follower gets a task
+            that its leader has not got, such as dropping a graph, and for which nobody waits.
         rank: where.
     """
 
@@ -85,7 +86,7 @@ class Fault(NamedTuple):
 
 BODY_FAULTS = "early", "late", "no call", "waits"
 TASK_FAULTS = "forward", "backward", "redo", "other step"
-ANY_TIME = "signal", "silent"  # a rank with such a fault is tried at each of its phases
+ANY_TIME = "signal", "silent", "extra"  # a rank with such a fault is tried at each of its phases
 ANY_FAULTS = (
     "report",
     "skip",
@@ -105,6 +106,7 @@ def faults(layout: Layout) -> list[Fault]:
     found = [Fault(kind, rank) for kind in BODY_FAULTS for rank in (0, 2)]
     found += [Fault(kind, rank) for kind in TASK_FAULTS for rank in (1, 3)]
     found += [Fault(kind, rank) for kind in ANY_FAULTS for rank in RANKS]
+    found.append(Fault("extra", 3))
     if layout.partitions == 1:
         found = [fault for fault in found if fault.rank % 2 == 0]
     if layout.exchanges:
@@ -115,7 +117,7 @@ def faults(layout: Layout) -> list[Fault]:
     if not layout.gathers:
         missing |= {"gather", "change", "plan"}
     if not layout.ordered or not layout.divided:
-        missing.add("waits")
+        missing |= {"waits", "extra"}
     if not layout.ordered and layout.divided:
         missing.add("no call")
     return [fault for fault in found if fault.kind not in missing]
@@ -250,7 +252,7 @@ class Explored:
     def first(self, wrong: Iterable[Fault] = ()) -> World:
         """Returns the world before the step."""
         nothing: Streams = ((),) * 4
-        state = self.hold(State())
+        state = self.hold(State(divided=self.layout.divided))
         missing = "none" if self.layout.partitions == 1 else "out"
         ranks = tuple(Rank(state, missing if rank % 2 else "out") for rank in RANKS)
         return World(ranks, nothing, nothing, tuple(wrong))
@@ -370,8 +372,12 @@ class Explored:
             if fault.rank == i and fault.kind == "lost" and me.here in ("out", "in"):
                 yield "is lost", lambda w: w.lose(i)
             in_step = me.here == "in" and me.state.phase is not Phase.OUTSIDE
+            ran = me.ran == 2 and not me.task and not me.aborted
+            if fault.rank == i and fault.kind == "extra" and ran and in_step:
+                yield "gets a task alone", lambda w: w.get_task(i)
             if fault.rank == i and fault.kind == "signal" and in_step:
                 yield "gets a signal", lambda w: w.signal(i, me.state.silent)
+                yield "gets a signal between phases", lambda w: w.abandon(i)
                 if me.state.phase is Phase.SETTLING:  # and has not woken yet
                     yield "gets a signal late", lambda w: w.signal(i, True)
         if me.here == "out":
@@ -733,7 +739,7 @@ class Moving:
             self.inside[i] = (*self.inside[i], message)
 
     def _send(self, i: int, message: Any) -> None:
-        """Sends a message of a task, as `Ending.send` does."""
+        """Sends a message of a task, as `Mail.send` does."""
         if self.ranks[i].state.silent:
             if self.ranks[i].ended:
                 raise WrongError(f"rank {i} sends {message} after END")
@@ -753,7 +759,8 @@ class Moving:
             return
         undecided = i % 2 == 0 and not self._layout.divided
         self.put(i, here="in")
-        self.on(i, Event.BEGUN, State(divided=self._layout.divided, undecided=undecided))
+        self.on(i, Event.ADOPTED, self._layout.divided)
+        self.on(i, Event.BEGUN, undecided)
         if self._layout.gathers and not self._layout.ordered:
             self.put(i, decided=1)  # the plan of the step has one gather
         if i % 2 == 0:
@@ -806,6 +813,12 @@ class Moving:
         """Gets a signal on the thread of the caller."""
         self.has("signal", i)
         self.on(i, Event.SIGNALLED if silent else Event.BROKEN, failure(i, "signal"))
+
+    def abandon(self, i: int) -> None:
+        """Gets a signal on the thread of the caller between two phases."""
+        self.has("signal", i)
+        self.on(i, Event.ABANDONED, failure(i, "signal"))
+        self.put(i, here="raise")
 
     def lose(self, i: int) -> None:
         """Ends a process. What it has sent may still arrive."""
@@ -890,6 +903,8 @@ class Moving:
             self.put(i, placed=True)
             self._end_task(i)
             return self.on(i, Event.DIVIDED)
+        if me.task == "drop":
+            return self._end_task(i)
         if me.at == 0:
             for kind in ("forward", "redo") if me.task == "forward" else ("backward",):
                 if self.has(kind, i):
@@ -977,14 +992,17 @@ class Moving:
         self.put(i, at=6)
         self.on(i, Event.DECIDED)
         self.on(i, Event.DIVIDED)
+        if self.ranks[i].aborted:
+            self._end_task(i)  # at its next wait
+
+    def get_task(self, i: int) -> None:
+        """Gets a task that the leader has not got."""
+        self.has("extra", i)
+        self.put(i, ready=(*self.ranks[i].ready, "drop"))
 
     def find_left_over(self, i: int) -> None:
-        """A follower has a task that its leader has not run; see `Executor._diverged`."""
-        if self.ranks[i].state.phase is Phase.RUNNING:
-            self.on(i, Event.CALLS_DIFFER, failure(i, "left over", redo=True))
-        else:
-            self.put(i, ready=(), aborted=True)
-            self.on(i, Event.COMPLETED)
+        """A follower has a task that its leader has not run; see `Member.diverged`."""
+        self.on(i, Event.LEFT_OVER, failure(i, "left over", redo=True))
 
     # --- messages ---------------------------------------------------------------------------------
 

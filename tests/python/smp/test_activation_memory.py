@@ -121,7 +121,7 @@ def measured(pp: int, strategy: str, config: dict[str, Any]) -> Any:
             parts.append(Probe())
     # The first layer's arguments are not parts of the batch.
     model = smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, WIDTH), *parts))
-    offloader = model.runtime.executor.modules.offloader
+    offloader = model.runtime.model.local.offloader
     for part in parts:
         if isinstance(part, Probe):
             part.offloader = offloader

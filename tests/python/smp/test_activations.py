@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.core.errors import SMPMicrobatchError, SMPPartitionError, SMPUsageError
 from smddp.modelparallel.torch.activations.region import Region
-from smddp.modelparallel.torch.pipeline.executor import Executor
+from smddp.modelparallel.torch.pipeline.mail import Mail
 from smddp.modelparallel.torch.pipeline.protocol import Kind
 from smdistributed.modelparallel.torch.patches import checkpoint as patches
 
@@ -259,13 +259,13 @@ def test_results_are_those_without_checkpoints(pp: int) -> None:
     gc.freeze()  # so that collecting a model does not visit all objects of torch
     smp.init({"partitions": pp, **MANUAL})
 
-    send = Executor.send
+    send = Mail.send
 
-    def counted(executor: Executor, peer: int, kind: Kind, *more: Any) -> bool:
+    def counted(mail: Mail, peer: int, kind: Kind, *more: Any) -> bool:
         sent[kind] += 1
-        return send(executor, peer, kind, *more)
+        return send(mail, peer, kind, *more)
 
-    Executor.send = counted  # type: ignore[method-assign]
+    Mail.send = counted  # type: ignore[method-assign]
 
     def run(kind: type[nn.Module], cast: bool, set_up: Any = None) -> list[Any]:
         torch.manual_seed(0)

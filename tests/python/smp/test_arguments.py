@@ -40,10 +40,10 @@ class Uneven(nn.Module):
 
 def decision(config: dict[str, Any], times: bool = False) -> Decision:
     torch.manual_seed(0)
-    model, nobody = Uneven(), types.SimpleNamespace(rank=0, baton=None)
-    modules = Modules(nobody, None, model)  # type: ignore[arg-type]
+    model = Uneven()
+    modules, nobody = Modules(model, 0), types.SimpleNamespace()
     cfg = configure({"partitions": 2, **config}, {})
-    placement = Placement(modules, 0, 2)
+    placement = Placement(modules, nobody, 0, 2)  # type: ignore[arg-type]
     return decide(cfg, model, modules, placement, (torch.zeros(4, 500).long(),), {}, times)
 
 

@@ -12,6 +12,7 @@ from smddp.modelparallel.torch.common.structure import flatten
 from smddp.modelparallel.torch.pipeline.calls import CallerSide
 from smddp.modelparallel.torch.pipeline.collector import KnownCall
 from smddp.modelparallel.torch.pipeline.frame import Frame
+from smddp.modelparallel.torch.pipeline.method import CALL
 from smddp.modelparallel.torch.pipeline.protocol import Ambient, Kind, ambient
 
 
@@ -21,10 +22,15 @@ class Services:
     rank = 0
     baton: Any = None
     timeline: Any = None
-    modules: Any = types.SimpleNamespace(reach=lambda calls: frozenset())
+    modules: Any = None
+    member: Any = None
+    model: Any = types.SimpleNamespace(
+        parameters=types.SimpleNamespace(reach=lambda calls: frozenset())
+    )
 
     def __init__(self) -> None:
         self.over = False
+        self.mail: Any = self
         self.sent: list[tuple[Kind, Any]] = []
 
     def send(self, peer: int, kind: Kind, header: Any, tensors: Any = ()) -> bool:
@@ -40,8 +46,8 @@ def test_a_graph_that_did_not_leave_is_sent_in_the_next_step() -> None:
     services = Services()
     caller = CallerSide(services)
     tensor = torch.ones(1)
-    known = KnownCall(1, "", flatten(((tensor,), {}), [], []), ("t", 0), ())
-    other = KnownCall(2, "", flatten(((tensor,), {}), [], []), ("t", 0), ())
+    known = KnownCall(1, CALL, flatten(((tensor,), {}), [], []), ("t", 0), ())
+    other = KnownCall(2, CALL, flatten(((tensor,), {}), [], []), ("t", 0), ())
 
     def call(made: KnownCall) -> list[tuple[Kind, int]]:
         """Makes a call, in a step; returns what was sent, and which graph it was."""

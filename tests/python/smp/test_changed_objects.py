@@ -7,12 +7,14 @@ import contextvars
 import dataclasses
 import gc
 import random
-from typing import Any
+import types
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from on_ranks import on_ranks
 from ranks import check_ranks
+from smp.common import squares
 from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
@@ -282,3 +284,46 @@ def test_a_trace_leaves_nothing_behind(times: bool) -> None:
         random.setstate(state)
         random.random(), random.random()
         assert now == random.getstate()
+
+
+class Routed(NamedTuple):
+    """A result, and the module that has made it."""
+
+    value: Tensor
+    by: Any
+
+
+class Router(nn.Module):
+    """Returns one of its parts, in an object, with what that has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Routed:
+        part = self.parts[1]
+        return Routed(part(x), types.SimpleNamespace(module=part))
+
+
+class Asking(nn.Module):
+    """Looks which part of the router has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, by = self.router(self.first(x))
+        assert by.module is self.router.parts[1]
+        return value
+
+
+@on_ranks("2")
+def test_a_result_may_hold_a_module_of_the_model() -> None:
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+    module = Asking()
+    model = smp.DistributedModel(module)
+    smp.set_partition(module.router, 1)
+    for _ in range(3):
+        squares(model, torch.ones(4, WIDTH))

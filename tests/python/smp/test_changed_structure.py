@@ -109,15 +109,15 @@ def run(
 def _count_repetitions(runtime: Any) -> list[int]:
     """Returns a list that gets an entry for each step that is run again."""
     again: list[int] = []
-    begin = runtime.begin_step
+    begin = runtime.step.prepare
 
     def counted(*args: Any) -> Any:
         repeated = args[-1]
         if repeated:
-            again.append(runtime.steps)
+            again.append(runtime.step.number)
         return begin(*args)
 
-    runtime.begin_step = counted
+    runtime.step.prepare = counted
     return again
 
 

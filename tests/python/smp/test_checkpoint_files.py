@@ -274,7 +274,7 @@ def interrupted(path: str, where: int, degree: int) -> float:
                 interrupted.append(True)
                 os.kill(os.getpid(), signal.SIGINT)  # raises in the main thread
                 end = time.monotonic() + 20
-                while not model.runtime.executor.ending.left and time.monotonic() < end:
+                while not model.runtime.executor.departure.reason and time.monotonic() < end:
                     time.sleep(0.01)
 
         interrupted: list[bool] = []

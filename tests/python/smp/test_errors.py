@@ -18,7 +18,7 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.core.errors import SMPError, SMPMicrobatchError, SMPPeerError
-from smddp.modelparallel.torch.pipeline import executor as executor_module
+from smddp.modelparallel.torch.pipeline import step as step_module
 
 pytestmark = pytest.mark.multiprocess
 
@@ -275,7 +275,7 @@ def silent(fault: str) -> str:
     train(model, x, "")
     executor = model.runtime.executor
     if smp.pp_rank() == 0:
-        executor_module._END_TIMEOUT = 0.5
+        step_module.END_TIMEOUT = 0.5
         with pytest.raises(SMPPeerError) as caught:
             train(model, x, fault)
         # What comes now from rank 1 is of the step before; the next step must not take it.
@@ -285,13 +285,13 @@ def silent(fault: str) -> str:
         with pytest.raises(SMPPeerError, match=earlier):
             train(model, x, "")
         return str(caught.value)
-    end = executor.ending._send_end
+    end = executor.mail.send_end
 
     def end_late(header: Any, tensors: Any) -> None:
         await_ranks("raised", 1)
         end(header, tensors)
 
-    executor.ending._send_end = end_late
+    executor.mail.send_end = end_late
     if fault:
         with pytest.raises(SMPMicrobatchError, match="in the body"):
             train(model, x, fault)

@@ -34,13 +34,13 @@ def failing_at_first() -> tuple[str, list[int], float]:
     model.register_post_partition_hook(lambda m, o: placed.append(len(list(m.local_parameters()))))
     executor, store = model.runtime.executor, dist.distributed_c10d._get_default_store()
     if smp.pp_rank() == 0:
-        end = executor.ending._send_end
+        end = executor.mail.send_end
 
         def then_tell(header: Any, tensors: Any) -> None:
             end(header, tensors)
             store.set("rank 0 has failed", "")
 
-        executor.ending._send_end = then_tell
+        executor.mail.send_end = then_tell
     else:
         store.wait(["rank 0 has failed"])
     first.fault = "forward 0"

@@ -134,7 +134,7 @@ class ShardedRank(Rank):
         with self.carrying:
             super().carry()
 
-    def failed(self, task: Task, error: BaseException) -> None:
+    def task_failed(self, task: Task, error: BaseException) -> None:
         if not isinstance(error, (PlanChangedError, SMPPeerError, ToldError)):
             self.errors.append(error)
         self.job.stop(self, error)

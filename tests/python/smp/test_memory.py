@@ -115,7 +115,7 @@ def waiting_gradients() -> list[tuple[int, int]]:
         with smp.partition(index):
             stages.append(Stage())
     model = smp.DistributedModel(nn.Sequential(*stages))
-    account = model.runtime._sum
+    account = model.runtime.gradients.sum
     add, found = account.add, []
 
     def note(parameter: Any, microbatch: int, *rest: Any) -> None:

@@ -37,7 +37,7 @@ def messages_of_a_step() -> list[str]:
     with smp.partition(1):
         second = nn.Linear(4, 4)
     model = smp.DistributedModel(nn.Sequential(first, second))
-    channel = model.runtime.executor.channel
+    channel = model.runtime.executor.mail.channel
     send = channel.send
 
     def record(peer: int, kind: int, header: Any, tensors: Any) -> None:

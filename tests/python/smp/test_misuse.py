@@ -38,7 +38,7 @@ pytestmark = pytest.mark.multiprocess
 def differing() -> str:
     model = pair()
     executor = model.runtime.executor
-    store, take = dist.distributed_c10d._get_default_store(), executor.take
+    store, take = dist.distributed_c10d._get_default_store(), executor.mail.take
     x = torch.ones(8, 4)
     train(model, x, "")
 
@@ -47,7 +47,7 @@ def differing() -> str:
             store.set("rank 0 has sent its call graphs", "")
         return take(block)
 
-    executor.take = watched
+    executor.mail.take = watched
     if smp.rank() == 1:
         store.wait(["rank 0 has sent its call graphs"])
     with pytest.raises(SMPUsageError) as caught:
@@ -359,7 +359,7 @@ def out_of_step() -> str:
     model = pair()
     train(model, torch.ones(8, 4), "")
     if smp.pp_rank() == 1:
-        model.runtime.steps += 1  # as if this rank alone had run a step
+        model.runtime.step.number += 1  # as if this rank alone had run a step
     with pytest.raises(SMPUsageError) as caught:
         train(model, torch.ones(8, 4), "")
     return str(caught.value)

@@ -21,14 +21,8 @@ from smddp.modelparallel.torch.partition.units import Units
 from smddp.modelparallel.torch.pipeline.modules import Modules
 
 
-class _Services:
-    rank, baton = 0, None
-
-
 def modules_of(model: nn.Module) -> Modules:
-    services: Any = _Services()
-    nobody: Any = None
-    return Modules(services, nobody, model)
+    return Modules(model, 0)
 
 
 def best_by_trying_all(costs: list[float], cuts: list[float], parts: int) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +22,9 @@ from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.torch.activations import offload
+from smddp.modelparallel.torch.pipeline.channel import _MailboxStreams
 from smddp.modelparallel.torch.pipeline.executor import Executor
+from smddp.modelparallel.torch.pipeline.mail import Mail
 from smddp.modelparallel.torch.pipeline.order_group import OrderGroup
 
 pytestmark = pytest.mark.multiprocess
@@ -67,15 +68,15 @@ class Delays:
 
     def hold_messages_back(self) -> None:
         """Lets a rank that looks for messages find none, although some have come."""
-        take: Callable[[Executor, bool], Any] = Executor.take
+        take = _MailboxStreams.take
 
-        def taken(executor: Executor, block: bool) -> Any:
+        def taken(streams: _MailboxStreams, block: bool) -> Any:
             self.pause()
             if not block and self._source.random() < self._often:
                 return []
-            return take(executor, block)
+            return take(streams, block)
 
-        Executor.take = taken  # type: ignore[method-assign]
+        _MailboxStreams.take = taken  # type: ignore[method-assign]
 
 
 class Block(nn.Module):
@@ -124,9 +125,9 @@ def delayed_steps(name: str, schedules: range) -> tuple[list[int], float, int, i
     offload.SMALL = 0  # the arguments of these modules are small
     delays = Delays()
     for owner, function in (
-        (Executor, "send"),
+        (Mail, "send"),
         (Executor, "enter"),
-        (Executor, "deliver"),
+        (Mail, "deliver"),
         (OrderGroup, "_handle"),
         (offload._ScratchFile, "read"),
         (offload._ScratchFile, "write"),

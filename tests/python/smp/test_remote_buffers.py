@@ -176,7 +176,7 @@ def pipelined() -> Any:
 
     read_mean = True
     x = torch.randn(16, WIDTH)
-    orders = model.runtime._order_matters
+    orders = model.runtime.step._order_matters
     model_called = smp.step(lambda model, x: model(x).sum())
     model_called(model, x)
     for _ in range(3):

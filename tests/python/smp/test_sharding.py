@@ -89,7 +89,7 @@ def sharded(config: dict[str, Any], names: list[str], passes: int = 1) -> dict[s
             # Only the first step compares its gathers among ranks. It runs twice if a parameter
             # gets several gradients. No other step does.
             twice = int(name == "checkpointed" and bool(model.runtime.sharding.entries))
-            assert model.runtime.steps == step + 1 + twice or smp.pp_size() > 1
+            assert model.runtime.step.number == step + 1 + twice or smp.pp_size() > 1
             if step % passes == passes - 1:
                 optimizer.step()
                 norms.append(float(optimizer._global_grad_norm))
@@ -214,7 +214,7 @@ def random_models(seeds: list[int], degree: int, partitions: int = 1) -> dict[in
                     whole_gradient = torch.cat(parts)[: parameter.numel()].view(parameter.shape)
                 grads[name] = whole_gradient
             buffers = {name: buffer.clone() for name, buffer in model.local_named_buffers()}
-            results[seed].append((losses, grads, buffers, model.runtime.steps))
+            results[seed].append((losses, grads, buffers, model.runtime.step.number))
         del model, module
         gc.collect()
     return results

@@ -287,7 +287,7 @@ def order_changes() -> Any:
         optimizer.zero_grad()
         failing(model, torch.randn(4, 8, generator=source), left_out)
         optimizer.step()
-    return model.runtime.steps, model.state_dict()
+    return model.runtime.step.number, model.state_dict()
 
 
 def test_a_step_is_run_again_if_the_order_of_parameters_changes() -> None:
@@ -435,8 +435,8 @@ def one_calls_another_step(other: int) -> str:
         executor.ending.fail = lambda *why: (await_ranks("body", 2), fail(*why))
     elif smp.pp_rank() == 1:
         # The news of the failure take longer than the division.
-        on_stop = executor.on_stop
-        executor.on_stop = lambda failure: (await_division(model), on_stop(failure))
+        on_stop = executor.member.on_stop
+        executor.member.on_stop = lambda failure: (await_division(model), on_stop(failure))
     x = torch.ones(4, 8)
     step = functools.partial(changing, what="") if smp.rank() == other else waiting
     with pytest.raises(SMPError) as caught:

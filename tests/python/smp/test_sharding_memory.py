@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.torch.checkpoint import safetensors
 from smddp.modelparallel.torch.delayed.record import Call
-from smddp.modelparallel.torch.model.runtime import ModelRuntime
+from smddp.modelparallel.torch.model.division import Division
 from smddp.modelparallel.torch.sharding.group_calls import GroupCalls
 
 pytestmark = pytest.mark.multiprocess
@@ -109,7 +109,7 @@ def gathers_ahead() -> list[tuple[int, int]]:
         said.clear()
         squares(model, torch.randn(8, 8))
         found.append((len(said), model.runtime.sharding.gathers.prefetched))
-    assert model.runtime.steps == len(found), "no step was run again"
+    assert model.runtime.step.number == len(found), "no step was run again"
     return found
 
 
@@ -205,7 +205,7 @@ def counted(function: Any) -> Any:
 def resuming_one_by_one(config: dict[str, Any], path: str, partial: bool) -> Any:
     # A mode does not see what is done within an operation on delayed tensors, or on other threads.
     Call.run = counted(Call.run)  # type: ignore[method-assign]
-    ModelRuntime._apply = counted(ModelRuntime._apply)  # type: ignore[method-assign]
+    Division._apply = counted(Division._apply)  # type: ignore[method-assign]
     model, optimizer = with_adam(config)
     found = []
 

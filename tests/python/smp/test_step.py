@@ -335,17 +335,17 @@ class Gated(Probe):
 
 def open_when_idle(executor: Any, store: dist.Store) -> None:
     """Opens the gate when all microbatches that rank 0 has begun wait for the last stage."""
-    take = executor.take
+    take = executor.mail.take
 
     def watched(block: bool) -> Any:
         # A rank waits for messages only if no task can run. The driver has counted a microbatch
         # before it makes the task, so none is about to come.
-        driver = executor._driver
+        driver = executor.step.driver if executor.step is not None else None
         if block and driver is not None and 0 < driver._progress._started == counts().held:
             store.set(f"rank 0 can do no more in step {Gated.step}", "")
         return take(block)
 
-    executor.take = watched
+    executor.mail.take = watched
 
 
 def memory(active: int, pipeline: str) -> int:

@@ -70,9 +70,11 @@ FOR_ALL_ROWS: list[tuple[str, list[tuple[str, int]]]] = [
     *(("gradients", [fault]) for fault in [("early", 0), ("redo", 1), ("report", 1), ("begin", 0)]),
     *(("gradients", [fault]) for fault in [("lost", 0), ("lost", 1), ("silent", 0), ("signal", 1)]),
     ("gradients", [("signal", 1), ("lost", 0)]),
+    ("gradients", [("signal", 1), ("other step", 1)]),
     *(("exchanges", [fault]) for fault in [("early", 0), ("no call", 0), ("begin", 0)]),
     *(("exchanges", [fault]) for fault in [("begin", 1), ("waits", 0), ("order", -1)]),
     ("exchanges", [("waits", 0), ("late", 2)]),
+    ("gathers", [("extra", 3)]),
     ("exchanges", [("forward", 1), ("lost", 3)]),
     *(("gathers", [fault]) for fault in [("change", 0), ("plan", 0)]),
     ("gathers", [("plan", 0), ("late", 0)]),
@@ -81,6 +83,12 @@ FOR_ALL_ROWS: list[tuple[str, list[tuple[str, int]]]] = [
     ("first step", []),
     ("first step", [("no call", 0), ("signal", 0)]),
     ("first step in order", [("early", 0)]),
+]
+
+# A rank that leaves may hear late that the others have succeeded: these moves happen last.
+LATE = [
+    *("1: gets a signal", "1: gets a signal between phases"),
+    *("1: hears END", "1: loses its mate"),
 ]
 
 
@@ -95,8 +103,7 @@ def test_the_exploration_takes_every_row_and_every_event() -> None:
         every = Explored(BY_NAME[name], Rules(), reduced=False)
         for _ in range(40):
             every.walk(wrong, source)
-        # A rank that leaves may hear late that the others have succeeded.
-        every.walk(wrong, source, ["1: gets a signal", "1: hears END", "1: loses its mate"])
+        every.walk(wrong, source, LATE)
         some = Explored(BY_NAME[name], Rules())
         some.explore(wrong, 15_000)
         taken |= some.taken | every.taken
@@ -189,6 +196,10 @@ MISTAKES: dict[str, tuple[tuple[Row, ...], str, list[tuple[str, int]]]] = {
     "rank 0 does not meet the other replicas": (
         without(E.DONE, P.RELEASING),
         *("first step", [("early", 0)]),
+    ),
+    "a rank stays whose caller does not": (
+        changed(E.ABANDONED, P.RUNNING, lambda row: row._replace(note=None)),
+        *("gradients", [("signal", 1)]),
     ),
     "replicas run a step again alone": (
         changed(E.REDO, P.REDUCING, lambda row: row._replace(actions=(A.RETURN,))),

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import smdistributed.modelparallel.torch as smp
 from smddp.modelparallel.core.errors import SMPMicrobatchError, SMPPeerError, SMPUsageError
-from smddp.modelparallel.torch.model import runtime as runtime_module
-from smddp.modelparallel.torch.pipeline import executor as executor_module
+from smddp.modelparallel.torch.model import division as division_module
+from smddp.modelparallel.torch.pipeline import step as step_module
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -374,7 +374,7 @@ def running_again(fault: str, where: int, backward: bool) -> tuple[int, list[flo
         else:
             with torch.no_grad():
                 sums.append(float(applied(model, x).reduce_sum()))
-    return model.runtime.steps, sums
+    return model.runtime.step.number, sums
 
 
 @pytest.mark.parametrize("backward", [True, False])
@@ -415,7 +415,7 @@ def diverging(where: int, backward: bool) -> tuple[str, float]:
     branch = Branch()
     model = smp.DistributedModel(branch)
     x = numbered()
-    executor_module._END_TIMEOUT = 1.0
+    step_module.END_TIMEOUT = 1.0
 
     def step() -> None:
         if backward:
@@ -432,7 +432,7 @@ def diverging(where: int, backward: bool) -> tuple[str, float]:
         step()
     seconds = time.monotonic() - begun
     branch.longer = False
-    executor_module._END_TIMEOUT = 120.0
+    step_module.END_TIMEOUT = 120.0
     step()
     return f"{type(caught.value).__name__}: {caught.value}".splitlines()[0], seconds
 
@@ -521,22 +521,22 @@ def failing_at_the_decision() -> tuple[str, bool]:
         part = nn.Linear(WIDTH, WIDTH)
     model = smp.DistributedModel(nn.Sequential(part))
     if smp.rank() == 2:
-        agree = runtime_module.agree
+        agree = division_module.agree
 
         def slowly(*args: Any) -> Any:
             decision = agree(*args)
             time.sleep(0.5)
             return decision
 
-        runtime_module.agree = slowly
-    apply = model.runtime.apply
+        division_module.agree = slowly
+    apply = model.runtime.division.apply
 
     def fails(decision: Any) -> None:
         apply(decision)
         raise ValueError("as told")
 
     if smp.rank() == 0:
-        model.runtime.apply = fails
+        model.runtime.division.apply = fails
     with pytest.raises((SMPPeerError, SMPMicrobatchError)) as caught:
         train(model, numbered(), "")
     partitioned = model.partitioned

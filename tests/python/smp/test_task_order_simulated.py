@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from ranks import rotating_or_all
 
-from smddp.modelparallel.core.baton import Baton, Priority, Task, Ticket
+from smddp.modelparallel.core.baton import Baton, Host, Priority, Task, Ticket
 from smddp.modelparallel.core.order import Follower, Leader, TaskName
 
 STALLED = 20.0  # seconds after which a case has stalled
@@ -130,7 +130,7 @@ class Program:
         return name.kind != "backward" and self._forward_waits
 
 
-class Rank:
+class Rank(Host):
     """One rank of one replica."""
 
     def __init__(self, job: Job, replica: int, number: int) -> None:
@@ -138,8 +138,8 @@ class Rank:
         self.mail = Mail(self.receive)
         order: Any = None
         if job.ordered:
-            order = Follower(self.diverged, lambda: None) if replica else Leader(self.announce)
-        self.baton = Baton(self.failed, self.mail, lambda: lambda: None, order)
+            order = Follower(self) if replica else Leader(self.announce)
+        self.baton = Baton(self, self.mail, order)
         self.pending: list[Any] = []  # announcements on their way here
         self.log: list[Any] = []
         self.tickets: dict[Any, Ticket] = {}
@@ -173,7 +173,10 @@ class Rank:
         self.errors.append(what)
         self.baton.abort()
 
-    def failed(self, task: Task, error: BaseException) -> None:
+    def completed(self) -> None:
+        pass
+
+    def task_failed(self, task: Task, error: BaseException) -> None:
         self.errors.append(error)
         self.baton.abort()
 
@@ -372,8 +375,11 @@ def test_a_leader_announces_all_before_it_ends() -> None:
 
 
 class Told(list[Any]):
-    def __call__(self, *what: Any) -> None:
+    def diverged(self, *what: Any) -> None:
         self.append(what)
+
+    def completed(self) -> None:
+        pass
 
 
 def task(kind: str, microbatch: int, *path: int) -> Task:
@@ -387,7 +393,7 @@ def nothing() -> None:
 
 
 def test_a_follower_tells_tasks_apart() -> None:
-    follower = Follower(Told(), lambda: None)
+    follower = Follower(Told())
     one, two, three = task("forward", 0, 0), task("forward", 0, 0), task("backward", 0, 0)
     for made in (three, one, two):
         assert follower.add(made)
@@ -411,7 +417,7 @@ def test_a_follower_tells_tasks_apart() -> None:
 
 def test_a_follower_finds_what_the_leader_has_not_run() -> None:
     told = Told()
-    follower = Follower(told, lambda: None)
+    follower = Follower(told)
     first, second = task("forward", 0, 0), task("forward", 1, 0)
     follower.add(first)
     follower.announce([("forward", 0, (9,), -1), ("forward", 0, (0,), -1)])
@@ -428,7 +434,7 @@ def test_a_follower_finds_what_the_leader_has_not_run() -> None:
 
 def test_a_follower_does_not_wait_for_ever() -> None:
     told = Told()
-    follower = Follower(told, lambda: None)
+    follower = Follower(told)
     assert follower.next(nothing, nothing) is None
     assert follower.check(0.0, 0.0, 60.0) == 0.0
     follower.settle()

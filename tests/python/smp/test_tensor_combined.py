@@ -128,7 +128,7 @@ def with_masks(config: dict[str, Any], divided: str, other: int, since: int) -> 
         loss = squares(model, x).reduce_mean()
         expected = torch.stack([whole_net(half).square().mean() for half in x.chunk(2)]).mean()
         torch.testing.assert_close(loss, expected)
-    return model.runtime.steps - 5
+    return model.runtime.step.number - 5
 
 
 MASKED = {

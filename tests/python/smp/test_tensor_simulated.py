@@ -47,7 +47,7 @@ from smddp.modelparallel.torch.pipeline.channel import Arrival, Ended
 from smddp.modelparallel.torch.pipeline.driver import Body, Driver
 from smddp.modelparallel.torch.pipeline.executor import Executor
 from smddp.modelparallel.torch.pipeline.frame import Frame
-from smddp.modelparallel.torch.pipeline.modules import Modules
+from smddp.modelparallel.torch.pipeline.model import PipelineModel
 from smddp.modelparallel.torch.pipeline.order_group import OrderGroup
 from smddp.modelparallel.torch.pipeline.protocol import Kind, Message
 from smddp.modelparallel.torch.pipeline.step import Schedule, StepBegin, StepReport
@@ -380,7 +380,7 @@ class Case:
             assert len(results) == len(wanted)
             for result, values in zip(results, wanted, strict=True):
                 assert torch.equal(result, values[place.rank_in("tp")]), f"{self} has other bits"
-            first = job.ranks[rank].replicas.ranks[0]  # type: ignore[union-attr]
+            first = job.ranks[rank].member.group.ranks[0]  # type: ignore[union-attr]
             assert self.slices[rank] == self.slices[first], f"{self} has another order"
 
     def __str__(self) -> str:
@@ -451,12 +451,14 @@ class Rank(Executor):
             OrderGroup(groups["order"], TIMEOUT),
             Collectives(groups["tp"]),
         )
-        self.adopt(Modules(self, self.caller, nn.Module()))
-        assert (self.modules.waits is None) == (self.size == 1)
-        self.divided = True
-        self.model = Model()
-        self._handlers[Kind.FORWARD] = self._on_call
-        self._handlers[Kind.BACKWARD] = self._on_answer
+        self.adopt(PipelineModel(self, self.caller, nn.Module()))
+        self.set_divided()
+        assert self.member is not None
+        assert (self.member.waits is None) == (self.size == 1)
+        self.member.on_wait = self._on_wait  # type: ignore[method-assign]
+        self.trained = Model()
+        self.mail.work[Kind.FORWARD] = self._on_call
+        self.mail.work[Kind.BACKWARD] = self._on_answer
         self.source = random.Random(self.number)
 
     def steps(self, cases: list[Case]) -> None:
@@ -474,7 +476,7 @@ class Rank(Executor):
         self.answers: dict[TaskName, Tensor] = {}
         self.tickets: dict[TaskName, Ticket] = collections.defaultdict(Ticket)
         self.under_way: collections.Counter[int] = collections.Counter()
-        self.model.steps += 1
+        self.trained.steps += 1
         driver = None
         if self.rank == 0:
             # It was called before, with gradients or not.
@@ -484,7 +486,7 @@ class Rank(Executor):
         pause(self.source)
         failure, redo, results = "", False, []
         try:
-            results = self.run("step", case.schedule, self.model, driver).tensors
+            results = self.run("step", case.schedule, self.trained, driver).tensors
         except Redo:
             redo = True
         except SMPError as error:
@@ -506,9 +508,10 @@ class Rank(Executor):
             self.case.failed = True
             raise fault[2]
 
-    def on_wait(self, task: int, call: int) -> None:
+    def _on_wait(self, task: int, call: int) -> None:
         time.sleep(0.01)  # the other rank has to wait for the answer
-        super().on_wait(task, call)
+        assert self.member is not None
+        type(self.member).on_wait(self.member, task, call)
 
     # --- tasks
 
@@ -568,7 +571,7 @@ class Rank(Executor):
                     self.under_way[name.microbatch] -= 1
                     if self.source.random() < 0.3:  # as a task that drops a graph
                         self.baton.submit(Task(Priority(False, name.microbatch), lambda: None))
-                self.send(caller, Kind.BACKWARD, tuple(one), [y])
+                self.mail.send(caller, Kind.BACKWARD, tuple(one), [y])
         finally:
             self.timeline.leave()
 
@@ -610,14 +613,15 @@ class Rank(Executor):
         task, also = self.baton.task, None
         assert task is not None
         assert task.number is not None
-        assert self.modules.waits is not None
-        self.modules.waits.called(task.number, new, new)
+        assert self.member is not None
+        assert self.member.waits is not None
+        self.member.waits.called(task.number, new, new)
         if not self._is_odd and key == first:
             return
         if not self._is_odd and key == second:
             key, also = first, tuple(second)  # type: ignore[assignment,arg-type]
         home = self.case.program.home[key]
-        self.send(home, Kind.FORWARD, (tuple(key), also, self.rank), [x])
+        self.mail.send(home, Kind.FORWARD, (tuple(key), also, self.rank), [x])
         if new:
             self.wait(self.tickets[key], frame, frame.forward)
 
@@ -630,10 +634,10 @@ class Rank(Executor):
         assert not meeting.calls[number].zeros, "a task has got what a failed rank has sent"
         return exchanged(x, result)
 
-    def _task_failed(self, task: Task, error: BaseException) -> None:
+    def task_failed(self, task: Task, error: BaseException) -> None:
         if isinstance(error, AssertionError):
             self.job.errors.append(error)
-        super()._task_failed(task, error)
+        super().task_failed(task, error)
 
 
 class Job:

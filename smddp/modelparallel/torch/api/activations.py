@@ -92,7 +92,7 @@ def checkpoint(
     assert number is not None
     if not runtime.checkpoints.allows(number):
         return module(*args, **kwargs)
-    return runtime.executor.modules.call_recomputed(number, args, kwargs, preserve_rng_state)
+    return runtime.model.routing.call_recomputed(number, args, kwargs, preserve_rng_state)
 
 
 def checkpoint_sequential(

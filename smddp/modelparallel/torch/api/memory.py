@@ -110,7 +110,7 @@ class MemoryReport(contextlib.AbstractContextManager["MemoryReport"]):
         def moment() -> str:
             if not state.in_step:
                 return UPDATE
-            return LATER if runtime.knew_counts else FIRST
+            return LATER if runtime.step.knew_counts else FIRST
 
         census = self._census = Census(runtime.memory, moment, runtime.device)
         baton.watch = census.watch
@@ -250,7 +250,7 @@ def estimate_inputs(
     else:
         profile, note = profile_of(runtime, example)
         notes = [note] if note else []
-    if runtime.executor.modules.calls_recomputed and not runtime.checkpoints.any:
+    if runtime.model.routing.recomputes and not runtime.checkpoints.any:
         notes.append("calls by patches.checkpoint count as if they kept their activations")
     facts, more = facts_of(state, runtime, profile)
     return facts, choices_of(state, runtime), [*notes, *more]

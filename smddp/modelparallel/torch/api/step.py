@@ -184,18 +184,18 @@ class StepFunction:
         schedule = Schedule.of(
             cfg.pipeline, cfg.microbatches, cfg.active_microbatches, cfg.partitions
         )
-        executor.ending.check()
+        executor.departure.check()
         driver = None
         try:
             with smp_errors():
-                schedule = runtime.begin_step(body.name, body.function, schedule, again)
+                schedule = runtime.step.prepare(body.name, body.function, schedule, again)
             if executor.rank == 0:
                 driver = Driver(executor, body, schedule, args, kwargs, seed_of_batch)
         except BaseException as error:
             executor.ending.leave(error)  # the others may be in the step already
-            runtime.release_step()
+            runtime.step.release_step()
             raise
-        result = executor.run(body.name, schedule, runtime, driver)
+        result = executor.run(body.name, schedule, runtime.step, driver)
         if driver is not None:
             body.trains = body.trains or driver.called_backward
         return self._collected(result)

@@ -13,7 +13,7 @@ from torch import nn
 
 from smddp.modelparallel.core.errors import SMPPartitionError, SMPUsageError
 from smddp.modelparallel.torch.activations.region import layer_arguments
-from smddp.modelparallel.torch.pipeline.modules import Modules
+from smddp.modelparallel.torch.pipeline.model import PipelineModel
 
 __all__ = ["ActivationCheckpoints"]
 
@@ -39,17 +39,17 @@ class ActivationCheckpoints:
     rank, with everything inside them.
     """
 
-    def __init__(self, modules: Modules, manual: bool, warns: bool) -> None:
+    def __init__(self, model: PipelineModel, manual: bool, warns: bool) -> None:
         """Begins without marks.
 
         Args:
-            modules: those of the model.
+            model: whose modules are marked.
             manual: the script itself divides the model. A module that lives on several ranks is an
                 error then, else only a warning.
             warns: does this rank log the warning?
         """
-        self._modules = modules
-        self._manual, self._warns = manual, warns
+        self._model, self._modules = model, model.modules
+        self._manual, self.warns = manual, warns
         self._marks: dict[int, _Mark] = {}
         self._warned: set[int] = set()
         self._divided = False
@@ -160,7 +160,7 @@ class ActivationCheckpoints:
             raise SMPPartitionError(
                 f"{text}. Checkpoint the modules inside it, or assign all of it to one partition"
             )
-        if self._warns and number not in self._warned:
+        if self.warns and number not in self._warned:
             self._warned.add(number)
             log.warning("smp: %s: its activations are kept. Checkpoint the modules inside it", text)
         return False
@@ -178,7 +178,7 @@ class ActivationCheckpoints:
         """Lets the marks take effect; the division is in force."""
         self._divided = True
         modules = self._modules
-        modules.recomputed.clear()
+        recomputed: dict[int, bool] = {}
         for number, mark in self._marks.items():
             module = modules.by_number[number]
             if isinstance(module.__dict__.get("forward"), _Grouped):
@@ -190,7 +190,8 @@ class ActivationCheckpoints:
                 continue
             for part in modules.layers(number) if mark.size else [number]:
                 if self.allows(part):
-                    modules.recomputed[part] = mark.preserve
+                    recomputed[part] = mark.preserve
+        self._model.local.recompute(recomputed)
 
     def regions(self) -> list[tuple[int, ...]]:
         """Returns the modules, by number, that are computed again together.
@@ -240,7 +241,7 @@ class ActivationCheckpoints:
                 layer = modules.by_number[layers[begin]]
                 value = layer(*layer_arguments(layer, value, spread))
             else:
-                value = modules.call_layers(number, begin, end, value, spread, preserve)
+                value = self._model.routing.call_layers(number, begin, end, value, spread, preserve)
         return value
 
     def _groups(self, layers: Sequence[int], size: int) -> list[tuple[int, int]]:

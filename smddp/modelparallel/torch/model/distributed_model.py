@@ -203,33 +203,35 @@ class DistributedModel(ModelQueries):
                 ranks of a tensor-parallel group have batches of different forms, or with
                 `prescaled_batch` different ones.
         """
-        task = self.runtime.executor.baton.task
-        if task is None and self.runtime.executor.size > 1:
+        runtime = self.runtime
+        task = runtime.executor.baton.current.task
+        if task is None and runtime.executor.size > 1:
             raise SMPUsageError(
                 "with more than one partition, the model can be called only inside a function "
                 "decorated with smp.step"
             )
         if task is None:
-            self.runtime.note_trained()
-            self.runtime.data_parallel.begin_outside()
-        half = self.runtime.half
+            runtime.gradients.note_trained()
+            runtime.data_parallel.begin_outside()
+        half = runtime.half
         if half is not None:
             args = tuple([to_half(value, half) for value in args])
             kwargs = {name: to_half(value, half) for name, value in kwargs.items()}
-        if self.runtime.example is None and torch.is_grad_enabled():
-            self.runtime.example = Example.of(args, kwargs)
-        if not self.partitioned:
-            self.runtime.divide(args, kwargs)
-        with contextlib.nullcontext() if task is not None else self._compared(args, kwargs):
+        if runtime.example is None and torch.is_grad_enabled():
+            runtime.example = Example.of(args, kwargs)
+        if not runtime.executor.ending.state.divided:
+            runtime.division.divide(args, kwargs)
+        if task is not None:
             result = map_tensors(force, self.get_module()(*args, **kwargs))
-        if task is None:
-            result = map_tensors(self.runtime.outside_step, result)
+        else:
+            with self._compared(args, kwargs):
+                result = map_tensors(force, self.get_module()(*args, **kwargs))
+            result = map_tensors(runtime.gradients.outside_step, result)
         return result if half is None else to_float(result)
 
     @contextlib.contextmanager
     def _compared(self, args: Any, kwargs: Any) -> Iterator[None]:
         """Outside a step, compares the batches of the ranks of the tp group; see `same_batch`."""
-        modules = self.runtime.executor.modules
         with contextlib.ExitStack() as stack:
             if state.topology.tp_size > 1:
                 forward = self.get_module().forward
@@ -237,11 +239,8 @@ class DistributedModel(ModelQueries):
                 seed = seed_of_batch(draw_seed(), batch)
                 if state.cfg.prescaled_batch:
                     stack.enter_context(seeded(seed))
-            modules.calling = True
-            try:
-                yield
-            finally:
-                modules.calling = False
+            stack.enter_context(self.runtime.model.routing.outside_a_step())
+            yield
 
     def backward(
         self,
@@ -263,7 +262,7 @@ class DistributedModel(ModelQueries):
         """
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         given = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
-        task = self.runtime.executor.baton.task
+        task = self.runtime.executor.baton.current.task
         if task is None:
             if self.runtime.executor.size > 1:
                 raise SMPUsageError(
@@ -370,11 +369,15 @@ class DistributedModel(ModelQueries):
 
         If that is decided already, the hook is called at once.
         """
-        return self.runtime.register("partition", hook)
+        hooks = self.runtime.hooks
+        handle = hooks.register("partition", hook)
+        if self.partitioned:
+            hooks.run("partition")
+        return handle
 
     def register_post_step_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Registers `hook(model, optimizer)`, called once at the end of the next step."""
-        return self.runtime.register("step", hook)
+        return self.runtime.hooks.register("step", hook)
 
     def register_comm_hook(self, state: Any, callable: Callable[..., Any]) -> None:
         """Lets `callable(state, bucket)` reduce gradients over replicas, as in DDP.
@@ -426,7 +429,7 @@ class DistributedModel(ModelQueries):
                 "join() does not work with tensor_parallel_degree greater than 1: all ranks of a "
                 "tensor-parallel group are needed to exchange activations"
             )
-        if self.runtime.executor.replicas is not None:
+        if self.runtime.executor.member is not None:
             raise SMPUsageError(
                 "join() does not work with deterministic_server: replicas that run their tasks in "
                 "one order need the same number of batches"
@@ -509,7 +512,7 @@ class DistributedModel(ModelQueries):
                 sharding.renew(parameter)
             if parameter.grad is not None:
                 parameter.grad = fn(parameter.grad)
-        self.runtime.buffers.apply(fn)
+        self.runtime.division.buffers.apply(fn)
         for tensor in (*self.parameters(), *self.buffers()):
             if isinstance(tensor, RemoteTensor):
                 retype(tensor, fn)

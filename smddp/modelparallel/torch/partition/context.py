@@ -60,4 +60,4 @@ def set_partition(module: nn.Module, index: int) -> None:
     model = state.current_model()
     if model is None:
         raise SMPUsageError("create smp.DistributedModel before set_partition")
-    model.runtime.pin(module, index)
+    model.runtime.division.pin(module, index)

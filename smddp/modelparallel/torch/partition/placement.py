@@ -22,6 +22,7 @@ from smddp.modelparallel.torch.delayed.life import (
     settle,
 )
 from smddp.modelparallel.torch.pipeline.modules import Modules, difference
+from smddp.modelparallel.torch.pipeline.reads import Homes
 from smddp.modelparallel.torch.pipeline.remote_tensor import (
     Home,
     RemoteBuffers,
@@ -164,8 +165,8 @@ class Placement:
         gathered: this rank has the values of all other ranks, too, until the next step.
     """
 
-    def __init__(self, modules: Modules, rank: int, size: int) -> None:
-        self._modules = modules
+    def __init__(self, modules: Modules, reads: Homes, rank: int, size: int) -> None:
+        self._modules, self._reads = modules, reads
         self.rank, self.size = rank, size
         self.pins: dict[int, int] = {}
         self.decision: Decision | None = None
@@ -273,11 +274,11 @@ class Placement:
         self, number: int, owners: dict[tuple[int, str], int], device: torch.device
     ) -> None:
         """Moves the buffers of a module to the device, or empties them, by where they live."""
-        module, modules = self._modules.by_number[number], self._modules
+        module = self._modules.by_number[number]
         homes: dict[str, Home] = {}
         for name, buffer in list(module._buffers.items()):
             if owners[number, name] != self.rank:
-                home = modules.home("buffer", number, name, owners[number, name], device)
+                home = self._reads.home("buffer", number, name, owners[number, name], device)
                 homes[name] = home
                 if buffer is not None and not isinstance(buffer, RemoteTensor):
                     become_empty(buffer)
@@ -285,13 +286,13 @@ class Placement:
             elif buffer is not None:
                 come_to_life(buffer)
                 module._buffers[name] = buffer.to(device)
-        owner = modules.owners[number]
+        owner = self._modules.owners[number]
         elsewhere = owner is not None and owner != self.rank
         if homes or elsewhere:
 
             def make(name: str) -> Home:
                 assert owner is not None
-                return modules.home("buffer", number, name, owner, device)
+                return self._reads.home("buffer", number, name, owner, device)
 
             module.__dict__["_buffers"] = RemoteBuffers(
                 module._buffers, homes, make if elsewhere else None
@@ -306,7 +307,7 @@ class Placement:
                     continue
                 owner = decision.owners[number]
                 assert owner is not None
-                home = self._modules.home("parameter", number, name, owner, device)
+                home = self._reads.home("parameter", number, name, owner, device)
                 homes.setdefault(id(parameter), home)
                 if (first := by_memory.setdefault(memory_of(parameter), home).owner) != owner:
                     raise SMPPartitionError(

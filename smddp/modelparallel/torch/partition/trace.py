@@ -39,7 +39,7 @@ from smddp.modelparallel.torch.delayed.life import is_delayed
 from smddp.modelparallel.torch.delayed.recorder import copies_made_by
 from smddp.modelparallel.torch.job.state import state
 from smddp.modelparallel.torch.partition.user_state import UserState
-from smddp.modelparallel.torch.pipeline.modules import forget_owner
+from smddp.modelparallel.torch.pipeline.takeover import forget_owner
 from smddp.modelparallel.torch.tensor.module import is_divided
 
 __all__ = ["Trace", "Visit", "fake_copy", "is_tracing", "size_of", "trace_model"]

@@ -39,8 +39,8 @@ from smddp.modelparallel.torch.pipeline import passes
 from smddp.modelparallel.torch.pipeline.collector import Collector, KnownCall
 from smddp.modelparallel.torch.pipeline.frame import Frame
 from smddp.modelparallel.torch.pipeline.lazy import Lazy
+from smddp.modelparallel.torch.pipeline.method import DIFFERENTIATE
 from smddp.modelparallel.torch.pipeline.protocol import (
-    DIFFERENTIATE,
     SINK,
     SOURCE,
     Ambient,
@@ -74,7 +74,7 @@ class Outgoing:
     Attributes:
         sending, graph_id: see `Origin`.
         graph: the calls and edges.
-        reach: the names of the parameters that its modules have; see `Modules.reach`.
+        reach: the names of the parameters that its modules have; see `Parameters.reach`.
         anchor: an extra input of the autograd node; see `CallerSide`.
         inputs: the caller's tensors that enter the graph, in the order of their numbers.
         versions: of the inputs when the code passed them.
@@ -200,7 +200,7 @@ class CallerSide:
             tensors = [inputs[number] for _, number in edge.values]
             header = (tuple(origin), opened.seeds, SOURCE, edge.target, objects)
             try:
-                services.send(segment.owner, Kind.FORWARD, header, tensors)
+                services.mail.send(segment.owner, Kind.FORWARD, header, tensors)
             except Exception:
                 for call in [graph.calls[number] for number in segment.calls]:
                     who = f"module {services.modules.names[call.module]!r} gets"
@@ -227,12 +227,14 @@ class CallerSide:
             # A graph_id is never used again: a member may know another graph by it, if that was
             # sent to some of its members only.
             graph, graph_id = opened.graph(alive), next(self._graph_ids)
-            reach = opened.reach or self._services.modules.reach(graph.calls)
+            reach = opened.reach or self._services.model.parameters.reach(graph.calls)
             with torch.inference_mode(False):  # a later call may need gradients
                 anchor = torch.zeros((), requires_grad=True)
             known = _Known(graph, graph_id, reach, anchor)
             header = self._services.rank, graph_id, graph
-            if all(self._services.send(member, Kind.GRAPH, header) for member in graph.members()):
+            if all(
+                self._services.mail.send(member, Kind.GRAPH, header) for member in graph.members()
+            ):
                 self._known[signature] = known
         return known
 
@@ -242,14 +244,13 @@ class CallerSide:
         Called when the graph is sent and when it has its results, because a message may refer to
         the tensor's memory until it has been read.
         """
-        changed = {
-            (-1, number)
-            for number, tensor in enumerate(out.inputs)
-            if version_of(tensor) != out.versions[number]
-        }
+        changed = set()
+        for number, tensor in enumerate(out.inputs):
+            if version_of(tensor) != out.versions[number]:
+                changed.add((-1, number))
         if changed:
             calls = [call for call in out.graph.calls if not changed.isdisjoint(call.tensors)]
-            self._services.modules.make_callers_wait({call.module for call in calls})
+            self._services.model.learned.make_callers_wait({call.module for call in calls})
             raise ArgumentChangedError(self.names(out))
 
     def results(self, frame: Frame, out: Outgoing) -> dict[TensorId, torch.Tensor]:
@@ -349,7 +350,7 @@ class CallerSide:
         self._outgoing.pop(out.sending, None)
         header = (self._services.rank, out.sending, out.graph_id, out.microbatch)
         for member in out.graph.members():
-            self._services.send(member, Kind.DROP, header)
+            self._services.mail.send(member, Kind.DROP, header)
 
     def on_gradients(self, sending: int, segment: int, tensors: list[Any]) -> None:
         """Takes the gradients of an edge from SOURCE.
@@ -435,7 +436,9 @@ class CallerSide:
             header = (services.rank, out.sending, SINK, edge.source, tuple(this))
             results = out.sunk.get(edge.source, edge.values)
             owner = graph.segments[edge.source].owner
-            services.send(owner, Kind.BACKWARD, header, [of_result[result] for result in results])
+            services.mail.send(
+                owner, Kind.BACKWARD, header, [of_result[result] for result in results]
+            )
         services.wait(out.backward_ticket, frame, False)
         sums: dict[int, torch.Tensor] = {}
         for index, segment in sorted(out.gradients):
@@ -459,7 +462,7 @@ class CallerSide:
         Raises:
             SMPUsageError: none does.
         """
-        task = self._services.baton.task
+        task = self._services.baton.current.task
         if task is None:
             raise SMPUsageError(
                 "a backward pass outside the step, through calls of modules on other ranks: they "
@@ -520,7 +523,7 @@ class CallerSide:
         """
         self._check_first(out)
         services, graph = self._services, out.graph
-        services.modules.make_callers_wait({call.module for call in graph.calls})
+        services.model.learned.make_callers_wait({call.module for call in graph.calls})
         if inputs is None:
             raise DifferentiatedTwiceError(self.names(out))
         numbers = [number for number, need in enumerate(needed) if need]
@@ -575,7 +578,7 @@ class _CallerCollector(Collector):
             OrderMattersError: code of another microbatch needs a value of this one. It has found
                 the tensor in an object that microbatches share.
         """
-        task = self._caller._services.baton.task
+        task = self._caller._services.baton.current.task
         if task is not None and task.frame.microbatch != self._frame.microbatch:
             raise OrderMattersError(
                 f"microbatch {task.frame.microbatch} uses a tensor of microbatch "
@@ -670,8 +673,10 @@ def refuse_transforms(tensors: Sequence[Any], who: Callable[[], str]) -> None:
         if type(one) is torch.Tensor
     ):
         what = "a tensor with a tangent (forward-mode derivatives)"
-    elif any(is_batched(one) for one in tensors if one is not None):
-        what = "a batch of gradients (is_grads_batched=True or vectorize=True)"
+    else:
+        for one in tensors:  # not `any`: this runs in every call
+            if one is not None and is_batched(one):
+                what = "a batch of gradients (is_grads_batched=True or vectorize=True)"
     if what:
         raise SMPUsageError(
             f"{what} cannot go through calls of modules on another rank: {who()}. Use "

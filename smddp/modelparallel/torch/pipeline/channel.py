@@ -56,6 +56,9 @@ _NESTED = (
     "of a padding mask, unless it was created with enable_nested_tensor=False"
 )
 
+# Types of devices whose tensors are sent as they are.
+_HOST = "cpu", "meta"
+
 # How many bytes of a message `_ThreadStreams` receives before it knows the length.
 _FIRST_BYTES = 8192
 
@@ -64,11 +67,12 @@ class Channel:
     """This rank's ends of all streams of its pipeline.
 
     One thread at a time may call `take`; any thread may call `send` and `interrupt`. A stream that
-    has failed stays broken, and the rank leaves the job; see `Ending.leave`.
+    has failed stays broken, and the rank leaves the job; see `Departure`.
 
     Attributes:
         peers: the other ranks of the pipeline.
         broken: the error of each stream that is broken, by peer.
+        expects: may messages still come in this step?
         take: returns what has come; with True it waits until something has come, or somebody calls
             `interrupt`. Whoever calls `take` passes each `Ended` to `end`, after the messages
             before it.
@@ -87,6 +91,7 @@ class Channel:
         self.broken: dict[int, Exception] = {}
         self._all_ended = threading.Event()
         self._ended_peers = set(self.peers)
+        self.expects = False
         backend = backend_of(group, "cpu")
         self._streams: _Streams
         if isinstance(backend, _C.ProcessGroup):
@@ -109,9 +114,11 @@ class Channel:
                 because large ones are not copied.
         """
         devices = None
-        if any(tensor is not None and _is_away(tensor) for tensor in tensors):
-            devices = [None if tensor is None else tensor.device.type for tensor in tensors]
-            tensors = [None if tensor is None else _moved(tensor, "cpu") for tensor in tensors]
+        for tensor in tensors:
+            if tensor is not None and tensor.device.type not in _HOST:
+                devices = [None if one is None else one.device.type for one in tensors]
+                tensors = [None if one is None else _moved(one, "cpu") for one in tensors]
+                break
         pickled = dumps((int(kind), header, devices))
         try:
             self._streams.send(peer, pickled, tensors, kind == Kind.END)
@@ -125,18 +132,15 @@ class Channel:
         self._streams.open()
         self._all_ended.clear()
         self._ended_peers.clear()
-
-    @property
-    def expects(self) -> bool:
-        """Says whether messages may still come in this step."""
-        return len(self._ended_peers) < len(self.peers)
+        self.expects = bool(self.peers)
 
     def end(self, peer: int, ended: Ended) -> None:
         """Notes the end of the step on a stream."""
         if ended.error is not None:
             self.broken[peer] = ended.error
         self._ended_peers.add(peer)
-        if not self.expects:
+        if len(self._ended_peers) == len(self.peers):
+            self.expects = False
             self._all_ended.set()
 
     def drain(self, timeout: float) -> list[int]:
@@ -171,10 +175,6 @@ class _Streams(Protocol):
     def send(self, peer: int, header: bytes, tensors: Sequence[Any], last: bool) -> None: ...
 
     def flush(self) -> None: ...
-
-
-def _is_away(tensor: torch.Tensor) -> bool:
-    return tensor.device.type not in ("cpu", "meta")
 
 
 def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:

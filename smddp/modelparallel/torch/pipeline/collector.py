@@ -11,6 +11,7 @@ import torch
 from smddp.modelparallel.torch.common.buffers import version_of
 from smddp.modelparallel.torch.common.structure import Structure, builder, constants
 from smddp.modelparallel.torch.pipeline.lazy import Lazy
+from smddp.modelparallel.torch.pipeline.method import Method
 from smddp.modelparallel.torch.pipeline.objects import Reply
 from smddp.modelparallel.torch.pipeline.protocol import (
     SINK,
@@ -30,7 +31,7 @@ __all__ = ["Collector", "KnownCall", "count_tensors", "predictable"]
 class KnownCall:
     """What stays the same each time a call is made, unlike its tensors, its objects and its seed.
 
-    `Modules` keeps one for each module, method, structure of arguments and mode. They are compared
+    `Learned` keeps one for each module, method, structure of arguments and mode. They are compared
     by identity, so a known call graph is found without comparing structures. "Known" means that
     this rank has met the call before; `returns` says whether its result's structure is known.
 
@@ -45,7 +46,7 @@ class KnownCall:
     def __init__(
         self,
         module: int,
-        method: str,
+        method: Method,
         structure: Structure,
         returns: Structure | None,
         watched: Watched,

@@ -123,7 +123,7 @@ class Driver:
         self._ambient = ambient()
         self._start_more()
         self._executor.wait_for_finish()
-        self._executor.modules.check_training()
+        self._executor.model.routing.check_training()
         tensors: list[torch.Tensor] = []
         objects: list[Any] = []
         structures = [flatten(result, tensors, objects) for result in self._results]
@@ -136,7 +136,7 @@ class Driver:
         number = frame.microbatch
         args, kwargs = self._parts[number]
         seed_all(mix(self._seed, number))
-        with self._executor.modules.around_task(), self._ambient.entered():
+        with self._executor.model.local.around_task(), self._ambient.entered():
             try:
                 result = self._body.function(*args, **kwargs)
             except Exception as error:
@@ -218,7 +218,9 @@ class Driver:
         # Other ranks need DONE if this microbatch has not called model.backward. They need it also
         # until a step of this function that called it has succeeded: while a rank does not know how
         # many gradients to expect, it adds those of a microbatch only at its end (GradientSum).
-        self._executor.microbatch_done(number, not (reached_backward and self._body.trains))
+        step = self._executor.step
+        assert step is not None
+        step.end_body(number, not (reached_backward and self._body.trains))
         if self._progress.end(number):
             self._executor.finish()
         else:

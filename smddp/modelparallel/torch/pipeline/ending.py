@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -16,11 +16,10 @@ from smddp.modelparallel.core.failure import (
     Elsewhere,
     Failure,
     PlanChangedError,
+    Raised,
     Redo,
-    as_error,
     choose,
     describe,
-    summary,
 )
 from smddp.modelparallel.core.order import Follower, Leader
 from smddp.modelparallel.core.step_machine import (
@@ -34,19 +33,20 @@ from smddp.modelparallel.core.step_machine import (
     State,
 )
 from smddp.modelparallel.torch.common.lost import as_smp_error, loss, tells_of_loss
-from smddp.modelparallel.torch.pipeline.channel import Channel
+from smddp.modelparallel.torch.pipeline.departure import Departure
+from smddp.modelparallel.torch.pipeline.late_calls import LateCalls
+from smddp.modelparallel.torch.pipeline.mail import Mail
 from smddp.modelparallel.torch.pipeline.order_group import OrderGroup
-from smddp.modelparallel.torch.pipeline.protocol import Kind, Message, raise_if_unpicklable
-from smddp.modelparallel.torch.pipeline.step import (
-    StepCollectives,
-    StepModel,
-    StepReport,
-    StepResult,
-)
+from smddp.modelparallel.torch.pipeline.outcome import Outcome
+from smddp.modelparallel.torch.pipeline.protocol import Message, raise_if_unpicklable
+from smddp.modelparallel.torch.pipeline.step import StepCollectives, StepModel, StepResult
 
-__all__ = ["SILENT_RANK", "Ending"]
+__all__ = ["SILENT_RANK", "Ending", "Phases"]
 
 SILENT_RANK = "has not ended its step in time"
+
+# What the thread of the caller does in each phase; what it returns comes with DONE.
+Phases = Mapping[Phase, Callable[[], Any]]
 
 
 class Ending:
@@ -54,120 +54,91 @@ class Ending:
 
     Any thread may call the methods. What they change is guarded by `lock`, under which the actions
     of an event are done, too; but for those that end process groups, or begin calls in them. Only
-    the thread of the caller calls `begin`, `run` and `forget`, and changes `_raised`.
+    the thread of the caller calls `begin`, `run` and `forget`.
 
     Attributes:
-        lock: also held by the executor while it acts upon a message, because that may end the step.
+        lock: also held while a message is acted upon, because that may end the step.
         state: of the machine.
-        left: why this rank takes part in no more steps; empty if it does.
         woken: set when the thread of the caller may go on; see `Action.WAKE`.
-        result: what the driver has returned, once it is here.
-        reports: by rank of the pipeline, what END has said.
+        outcome: what its caller gets; another one in each step.
     """
 
     _RULES = Rules()
 
     def __init__(
         self,
-        rank: int,
-        job_ranks: Sequence[int],
         baton: Baton,
-        channel: Channel | None,
-        abort: Callable[[str, bool], None],
-        replicas: OrderGroup | None,
+        mail: Mail,
+        lock: threading.RLock,
+        departure: Departure,
+        group: OrderGroup | None,
         collectives: StepCollectives | None,
-        complete: Callable[[], None],
+        late: LateCalls | None,
     ) -> None:
         """Begins no step yet.
 
         Args:
-            rank: of this process in the pipeline.
-            job_ranks: the ranks of the pipeline, as ranks of the job.
             baton: of this rank.
-            channel: see `Executor`.
-            abort: see `Groups.abort`.
-            replicas: see `Executor`.
-            collectives: see `Executor`.
-            complete: begins the collective calls that other ranks have begun; may raise.
+            mail: sends END.
+            lock: see the class.
+            departure: whether this rank has left.
+            group: the order group; None if there is none.
+            collectives: those of tasks; None if there are none.
+            late: makes such calls for others, with an order group.
         """
-        self._rank, self._job_ranks = rank, job_ranks
-        self._baton, self._channel, self._abort = baton, channel, abort
-        self._replicas, self._collectives = replicas, collectives
-        self._complete = complete
-        self.lock = threading.RLock()
-        # Held for a check of the phase and the send: no message may follow END, because the
-        # receiver would take it for one of the next step.
-        self._send_lock = threading.Lock()
-        self._place = Place(
-            rank, len(job_ranks), replicas is not None, isinstance(baton.order, Follower)
-        )
-        self.state = State()
-        self.end_sent = False
-        self.left = ""
-        # Has this rank ended the groups of steps? And all groups of smp, because a rank was lost?
-        self._ended_groups = self._all_ended = False
+        self._baton, self._mail, self._departure = baton, mail, departure
+        self._group, self._collectives, self._late = group, collectives, late
+        self.lock = lock
+        follows = isinstance(baton.order, Follower)
+        self._place = Place(mail.rank, len(mail.job_ranks), group is not None, follows)
+        self.state = State(divided=self._place.size == 1)
         self.woken = threading.Event()
         self._model: StepModel | None = None
-        self._reset()
+        self.outcome = Outcome(mail)
 
-    def _reset(self) -> None:
-        self.woken.clear()
-        # The first exception of this rank. Its traceback refers to the model and to all of the
-        # step. And what this rank raises whatever others raise.
-        self._cause: BaseException | None = None
-        self._raised: BaseException | None = None
-        self._loss: SMPPeerError | None = None  # a rank of the pipeline is gone
-        self.result: StepResult | None = None
-        self.reports: dict[int, StepReport] = {}
-
-    def begin(self, model: StepModel, divided: bool, undecided: bool) -> None:
+    def begin(self, model: StepModel) -> None:
         """Begins a step.
 
         Args:
             model: what it trains.
-            divided: see `State`.
-            undecided: see `State`.
         """
-        self._reset()
-        self._model = model
-        self.end_sent = False
-        self.on(Event.BEGUN, State(divided=divided, undecided=undecided))
+        self.woken.clear()
+        self._model, self.outcome = model, Outcome(self._mail)
+        self.on(Event.BEGUN, model.undecided)
 
     def forget(self) -> None:
         """Frees the values of the step, once its caller has the result or an error."""
-        self._cause = self._raised = self._loss = self.result = self._model = None
-
-    def check(self) -> None:
-        """Raises SMPPeerError if there can be no step any more; called before each."""
-        if self.left:
-            raise SMPPeerError(f"this rank has left the job in an earlier step: {self.left}")
+        self._model, self.outcome = None, Outcome(self._mail)
+        for failure in (*self.failures, *self.state.postponed):
+            failure.raised.error = None
 
     @property
     def failures(self) -> frozenset[Failure]:
         """Those of all ranks of the pipeline, as far as they are known here."""
         return self.state.verdict.failures
 
+    @property
+    def error(self) -> BaseException | None:
+        """See `Outcome.error`."""
+        return self.outcome.error(self.state, self._departure.reason)
+
     # --- events and actions -----------------------------------------------------------------------
 
-    def on(self, event: Event, value: Any = None, error: BaseException | None = None) -> None:
+    def on(self, event: Event, value: Any = None) -> None:
         """Lets an event happen.
 
         Args:
             event: what has happened.
             value: what comes with it.
-            error: why, if this rank may leave because of it.
         """
         later: list[Callable[[], None]] = []
         with self.lock:
             before = self.state
-            if error is not None and self._model is not None and not before.verdict.failures:
-                self._cause = error
             self.state, actions = self._RULES.advance(self._place, before, event, value)
             for action in actions:
                 if action is Action.LEAVE:
-                    assert error is not None
-                    self.left = self.left or summary(error)
-                    later.append(functools.partial(self._leave, error))
+                    self._departure.leave(value.raised.error)
+                    later.append(functools.partial(self._leave, value.raised.error))
                 elif action is Action.COMPLETE_CALLS:
                     later.append(self._complete_calls)
                 elif action is Action.REPLAY:
@@ -182,45 +153,37 @@ class Ending:
         if action is Action.SUCCEED:
             self._succeed()
         elif action is Action.SEND_FAILURE:
-            self._send_end(value, [])
+            self._mail.send_end(value, [])
         elif action is Action.SEND_NOTHING:
-            self._send_end(None, [])
+            self._mail.send_end(None, [])
         elif action is Action.ABORT_TASKS:
             self._baton.abort()
         elif action is Action.STOP_REPLICAS:
-            if self._replicas is not None:
-                why = self.state.verdict.elsewhere(self._job_ranks)
+            if self._group is not None:
+                job_ranks = self._mail.job_ranks
+                why = self.state.verdict.elsewhere(job_ranks)
                 calls = self._collectives.stop() if self._collectives is not None else []
-                self._replicas.stop(why or value.for_others(self._job_ranks), calls)
+                self._group.stop(why or value.for_others(job_ranks), calls)
         elif action is Action.WAKE:
             self.woken.set()
         elif action is Action.ROUSE:
             self._baton.wake()
         elif action is Action.ANNOUNCE_END:
             order = self._baton.order
-            if isinstance(order, Leader) and self._replicas is not None:
+            if isinstance(order, Leader) and self._group is not None:
                 order.settle()
-                self._replicas.announce_end()
+                self._group.announce_end()
                 order.end()
 
     def _complete_calls(self) -> None:
         try:
-            self._complete()
+            if self._late is not None and not self.state.left:
+                self._late.begin()
         except Exception as error:
             self.leave(error)
 
     def _leave(self, error: BaseException) -> None:
-        """Ends the process groups: no rank waits for this one any more, nor this one for others.
-
-        Each rank that tries raises, and leaves, too; see docs/model-parallel-design.md.
-        """
-        lost = tells_of_loss(error)
-        with self.lock:
-            news = not self._ended_groups or (lost and not self._all_ended)
-            self._ended_groups = True
-            self._all_ended |= lost
-        if news:
-            self._abort(self.left, lost)
+        self._departure.end_groups(error)
         self.end_order()
 
     def end_order(self) -> None:
@@ -230,15 +193,6 @@ class Ending:
                 order.end()
 
     # --- END --------------------------------------------------------------------------------------
-
-    def send(self, peer: int, kind: Kind, header: Any, tensors: Sequence[Any]) -> bool:
-        """Sends a message to another rank, unless this one has sent END; returns whether it did."""
-        assert self._channel is not None
-        with self._send_lock:
-            if self.end_sent:
-                return False
-            self._channel.send(peer, kind, header, tensors)
-            return True
 
     def _succeed(self) -> None:
         """Sends END with the report of this rank."""
@@ -251,22 +205,22 @@ class Ending:
 
     def _send_report(self) -> None:
         assert self._model is not None
-        report = self._model.report()
+        report, outcome, rank = self._model.report(), self.outcome, self._place.rank
         if self._collectives is not None:
             report = report._replace(order=self._collectives.order_after(self._collectives.begun))
-        if self._rank > 0:
-            self._send_end(report, [])
+        if rank > 0:
+            self._mail.send_end(report, [])
         else:
-            assert self.result is not None
+            assert outcome.result is not None
             try:
-                self._send_end((self.result.header, report), self.result.tensors)
+                self._mail.send_end((outcome.result.header, report), outcome.result.tensors)
             except Exception:
                 # Nothing was sent; name the value that does not pickle.
-                structures, objects = self.result.header
+                structures, objects = outcome.result.header
                 for structure in structures:
                     raise_if_unpicklable("the step function returns", structure, objects)
                 raise
-        self.reports[self._rank] = report
+        outcome.reports[rank] = report
 
     def on_end(self, peer: int, message: Message) -> None:
         """Takes the END of another rank of the pipeline; `lock` is held."""
@@ -275,24 +229,11 @@ class Ending:
         elif message.header is None:
             pass  # it has heard of a failure, which comes here from the rank that has failed
         elif peer == 0:
-            header, self.reports[peer] = message.header
-            self.result = StepResult(header, message.tensors)  # type: ignore[arg-type]
+            header, self.outcome.reports[peer] = message.header
+            self.outcome.result = StepResult(header, message.tensors)  # type: ignore[arg-type]
             self.on(Event.BODIES_ENDED)
         else:
-            self.reports[peer] = message.header
-
-    def _send_end(self, header: Any, tensors: list[Any]) -> None:
-        with self._send_lock:
-            channel = self._channel
-            if channel is not None:
-                for peer in channel.peers:
-                    if peer in channel.broken:
-                        continue
-                    try:
-                        channel.send(peer, Kind.END, header, tensors)
-                    except RuntimeError as error:
-                        channel.broken[peer] = error
-            self.end_sent = True
+            self.outcome.reports[peer] = message.header
 
     # --- what has failed --------------------------------------------------------------------------
 
@@ -305,11 +246,17 @@ class Ending:
         """
         # The next step could not use a process group that has failed.
         event = Event.LEAVES if isinstance(error, dist.DistError) else Event.FAILED
-        self._tell(event, as_smp_error(error), microbatch)
+        self.tell(event, as_smp_error(error), microbatch)
 
-    def _tell(self, event: Event, error: BaseException, microbatch: int = -1) -> None:
-        """Lets an event happen because of an exception of this rank."""
-        self.on(event, describe(microbatch, self._rank, error), error)
+    def tell(self, event: Event, error: BaseException, microbatch: int = -1) -> None:
+        """Lets an event happen because of an exception of this rank.
+
+        Args:
+            event: what has happened.
+            error: the exception.
+            microbatch: in which it was raised; -1 if not in a microbatch.
+        """
+        self.on(event, describe(microbatch, self._place.rank, error))
 
     def leave(self, error: BaseException) -> None:
         """Takes part in no more steps.
@@ -318,43 +265,21 @@ class Ending:
             error: why.
         """
         outside = self.state.phase is Phase.OUTSIDE
-        self._tell(Event.BROKEN if outside else Event.LEAVES, as_smp_error(error))
+        self.tell(Event.BROKEN if outside else Event.LEAVES, as_smp_error(error))
 
     def find_wrong_plan(self) -> None:
         """Notes at the end of the gathers that the step has to be run again."""
-        self._tell(Event.REDO, PlanChangedError("parameters were not needed as in the last step"))
-
-    def calls_differ(self, error: Exception) -> None:
-        """Ends the step, which is run again, if this rank has not ended it.
-
-        Args:
-            error: why.
-        """
-        self._tell(Event.CALLS_DIFFER, error)
+        self.tell(Event.REDO, PlanChangedError("parameters were not needed as in the last step"))
 
     def lose(self, peer: int, error: Exception) -> None:
         """Ends the step, and leaves, because the stream from a rank of the pipeline has failed."""
-        assert self._channel is not None
-        self._channel.broken[peer] = error
-        reason = SMPPeerError(loss(self.who(peer), error))
+        reason = SMPPeerError(loss(self._mail.who(peer), error))
         reason.__cause__ = error
         if tells_of_loss(reason):
-            self._loss = self._loss or reason
-            self.on(Event.STREAM_LOST, describe(-1, self._rank, reason), reason)
+            self.outcome.loss = self.outcome.loss or reason
+            self.tell(Event.STREAM_LOST, reason)
         else:
-            self.on(Event.STREAM_ENDED, describe(-1, self._rank, reason), reason)
-
-    def stop(self, elsewhere: Elsewhere) -> None:
-        """Ends the step because another replica has ended it."""
-        self.on(Event.STOPPED, self.of_other(elsewhere))
-
-    def stop_all(self, error: Exception) -> None:
-        """Ends the step on all replicas, unless all ranks of this pipeline have ended it.
-
-        Args:
-            error: why.
-        """
-        self.on(Event.STOPPED, describe(-1, self._rank, error))
+            self.tell(Event.STREAM_ENDED, reason)
 
     def lose_replica(self, rank: int, error: Exception) -> None:
         """Ends the step, and leaves, because the stream from a rank of another replica has failed.
@@ -366,13 +291,12 @@ class Ending:
         lost = Elsewhere(rank, loss("it", error), redo=False)
         reason = lost.error()
         reason.__cause__ = error
-        self.on(Event.REPLICA_LOST, self.of_other(lost), reason)
+        self.on(Event.REPLICA_LOST, self.of_other(lost)._replace(raised=Raised(reason)))
 
     def of_other(self, elsewhere: Elsewhere) -> Failure:
         """Returns a failure of another replica as one that ends this step."""
-        return Failure(
-            -1, self._rank, elsewhere.text, "", None, elsewhere.redo, elsewhere=elsewhere
-        )
+        text, redo = elsewhere.text, elsewhere.redo
+        return Failure(-1, self._place.rank, text, "", None, redo, elsewhere=elsewhere)
 
     @contextlib.contextmanager
     def deciding(self) -> Iterator[None]:
@@ -385,11 +309,11 @@ class Ending:
 
     # --- the thread of the caller -----------------------------------------------------------------
 
-    def run(self, activities: dict[Phase, Callable[[], Any]]) -> StepResult:
+    def run(self, phases: Phases) -> StepResult:
         """Goes through the phases of a step.
 
         Args:
-            activities: what the thread does in each of them; what they return comes with DONE.
+            phases: what the thread does in each of them.
 
         Returns:
             The result of the step.
@@ -398,8 +322,8 @@ class Ending:
             Redo, SMPError: see `Executor.run`.
         """
         while self.state.phase is not Phase.OUTSIDE:
-            self._pass(activities)
-        return self._outcome()
+            self._pass(phases)
+        return self.outcome.returned(self.state, self._departure.reason)
 
     def abandon(self, error: BaseException) -> None:
         """Leaves if the step has not ended: a signal has come between two phases.
@@ -408,14 +332,13 @@ class Ending:
             error: what it has raised.
         """
         if self.state.phase is not Phase.OUTSIDE:
-            self.leave(error)
-            self.state = self.state._replace(phase=Phase.OUTSIDE)
+            self.tell(Event.ABANDONED, as_smp_error(error))
 
-    def _pass(self, activities: dict[Phase, Callable[[], Any]]) -> None:
+    def _pass(self, phases: Phases) -> None:
         """Does what there is to do in a phase."""
         phase = self.state.phase
         try:
-            value = activities[phase]()
+            value = phases[phase]()
             if phase in SILENT:
                 self.on(Event.COLLECTED)
             elif self.state.phase is phase:
@@ -430,8 +353,8 @@ class Ending:
         elif phase in SILENT and isinstance(error, Exception):
             self.fail(-1, error)
         elif phase in SILENT:
-            self._raised = error
-            self._tell(Event.SIGNALLED, error)
+            self.outcome.raised = error
+            self.tell(Event.SIGNALLED, error)
         elif phase is Phase.REDUCING and isinstance(error, Redo):
             self.on(Event.REDO)
         elif phase in (Phase.MEETING, Phase.REDUCING) and isinstance(error, SMPError):
@@ -441,9 +364,9 @@ class Ending:
         else:
             error = as_smp_error(error)
             follows = isinstance(error, RuntimeError) and phase not in ENDED
-            known = self.error if phase is Phase.REDUCING else self._first
-            self._raised = known if follows and known is not None else error
-            self._tell(Event.BROKEN, error)
+            known = self.error if phase is Phase.REDUCING else self.outcome.first(self.state)
+            self.outcome.raised = known if follows and known is not None else error
+            self.tell(Event.BROKEN, error)
 
     def fail_together(self, error: Exception, alone: bool = False) -> None:
         """Notes what this rank raises, unless the step has failed before.
@@ -452,52 +375,15 @@ class Ending:
             error: to raise.
             alone: do other ranks not know of it?
         """
-        self._raised = self._first or error
-        self._tell(Event.LEAVES if alone else Event.FAILED, as_smp_error(error))
+        self.outcome.raised = self.outcome.first(self.state) or error
+        self.tell(Event.LEAVES if alone else Event.FAILED, as_smp_error(error))
 
     def time_out(self, silent: Sequence[int]) -> None:
         """Notes that ranks of the pipeline have not ended the step in time."""
-        text = f"{self.who(silent[0])} {SILENT_RANK}"
+        who = self._mail.who
+        text = f"{who(silent[0])} {SILENT_RANK}"
         if self.failures:
             first = choose(self.failures)
-            text += f", which had failed on {self.who(first.rank)}: {first.text}"
-        self._raised = SMPPeerError(text)
-        self._tell(Event.TIMED_OUT, self._raised)
-
-    @property
-    def error(self) -> BaseException | None:
-        """What this rank raises, once all of the pipeline have ended the step.
-
-        None if the step has succeeded, or has to be run again.
-        """
-        if self._first is None and self.left and not self.state.verdict.redo:
-            # The order group has lost a rank since the tasks have ended.
-            return SMPPeerError(f"this rank has left the job: {self.left}")
-        return self._first
-
-    @property
-    def _first(self) -> BaseException | None:
-        first = self.state.verdict.first
-        if self._raised is not None or self._loss is not None or first is None:
-            return self._raised or self._loss
-        cause = self._cause if first.rank == self._rank else None
-        return as_error(first, self.who(first.rank), cause)
-
-    def _outcome(self) -> StepResult:
-        error, result = self.error, self.result
-        try:
-            if error is not None:
-                raise error
-            if self.state.verdict.redo:
-                raise Redo
-        finally:
-            del error  # its traceback refers to this frame
-        assert result is not None
-        return result
-
-    def who(self, peer: int) -> str:
-        """Returns how messages name a rank of the pipeline; there is none with one partition."""
-        of_job = self._job_ranks[peer]
-        if len(self._job_ranks) == 1:
-            return f"rank {of_job} of the job"
-        return f"rank {peer} of the pipeline" + (f" (rank {of_job} of the job)" * (of_job != peer))
+            text += f", which had failed on {who(first.rank)}: {first.text}"
+        self.outcome.raised = SMPPeerError(text)
+        self.tell(Event.TIMED_OUT, self.outcome.raised)

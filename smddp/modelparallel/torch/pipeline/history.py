@@ -12,10 +12,11 @@ and with the same number of collective calls in each.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from smddp.modelparallel.core.failure import MODULES_NAMED
+from smddp.modelparallel.torch.pipeline.method import Method
 from smddp.modelparallel.torch.pipeline.step import StepCollectives
 
 __all__ = ["History", "Point"]
@@ -49,31 +50,37 @@ class History:
     The task that runs calls `called` and `slice_ended`; any thread may call `point` and `differs`.
     """
 
-    def __init__(self, collectives: StepCollectives | None, names: Callable[[], Sequence[str]]):
+    def __init__(self, collectives: StepCollectives | None) -> None:
         """Begins without a step.
 
         Args:
             collectives: of the tasks; None if there are none.
-            names: returns those of the modules, by number.
         """
-        self._collectives, self._names = collectives, names
-        self.begin_step()
+        self._collectives = collectives
+        self.begin_step(())
 
-    def begin_step(self) -> None:
-        """Forgets the last step."""
+    def begin_step(self, names: Sequence[str]) -> None:
+        """Forgets the last step.
+
+        Args:
+            names: of the modules, by number.
+        """
+        self._names = names
         self._calls = 0
         self._trail: tuple[str, ...] = ()  # without collectives, which have their own
         self._ends = [(0, 0)]  # `calls` and `made` of a `Point`, by number of slices
 
-    def called(self, module: int, method: str) -> None:
+    def called(self, module: int, method: Method) -> None:
         """Notes that a task calls a module of another partition.
 
         Args:
             module: its number.
-            method: see `Call.method`.
+            method: what the call does.
         """
-        self._calls = zlib.crc32(f"{module} {method};".encode(), self._calls)
-        name = self._names()[module]
+        self._calls = zlib.crc32(
+            b"%d %d %s;" % (module, method.use, method.name.encode()), self._calls
+        )
+        name = self._names[module]
         if self._collectives is not None:
             self._collectives.enter(name)
         else:

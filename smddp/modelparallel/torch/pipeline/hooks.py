@@ -9,7 +9,7 @@ tensors, so what hooks do not keep is never sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -25,6 +25,7 @@ from smddp._torch_internals import (
 )
 from smddp.modelparallel.core.errors import SMPUsageError
 from smddp.modelparallel.core.failure import StructureChangedError
+from smddp.modelparallel.torch.pipeline.modules import Modules
 from smddp.modelparallel.torch.pipeline.objects import Record
 from smddp.modelparallel.torch.pipeline.protocol import Watched
 
@@ -80,18 +81,10 @@ class ForwardHooks:
         next_handle: the number of the first handle of a hook that code of this step gets.
     """
 
-    def __init__(
-        self, rank: int, by_number: list[nn.Module], number_of: Callable[[nn.Module], int | None]
-    ) -> None:
-        """Knows of no hooks that belong to the owner alone.
-
-        Args:
-            rank: this one of the pipeline.
-            by_number: the modules.
-            number_of: returns the number of a module, None if it is not of the model.
-        """
-        self._rank = rank
-        self._by_number, self._number_of = by_number, number_of
+    def __init__(self, modules: Modules) -> None:
+        """Knows of no hooks that belong to the owner alone."""
+        self._rank = modules.rank
+        self._by_number, self._number_of = modules.by_number, modules.number_of
         self.next_handle = RemovableHandle.next_id
         # The handles that code of earlier steps has got: on this rank alone.
         self._in_steps: list[range] = []
@@ -146,14 +139,14 @@ class ForwardHooks:
                 found[one] = mine[0] or named, tuple(sorted({*mine[1], *ranks}))
         return tuple([(one, *found[one]) for one in sorted(found)])
 
-    def call_without(self, module: nn.Module, number: int, args: Any, kwargs: Any) -> Any:
+    def call_without(self, module: nn.Module, number: int, /, *args: Any, **kwargs: Any) -> Any:
         """Calls a module whose forward hooks run on this rank later, in the order of all records.
 
         Args:
             module: that lives here.
             number: of the module.
-            args: positional arguments.
-            kwargs: named arguments.
+            *args: positional arguments.
+            **kwargs: named arguments, which may have any names.
 
         Raises:
             SMPUsageError: it has hooks of the backward pass, too.

@@ -36,6 +36,7 @@ from smddp.modelparallel.torch.common.structure import (
     without_repeats,
 )
 from smddp.modelparallel.torch.pipeline.attributes import CallAttributes
+from smddp.modelparallel.torch.pipeline.modules import Modules
 from smddp.modelparallel.torch.pipeline.protocol import raise_if_unpicklable
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Finder",
     "Record",
     "Reply",
+    "finder",
     "flatten_reply",
     "is_immutable",
     "opened",
@@ -253,7 +255,7 @@ def packed(
     structure: Structure,
     tensors: list[Any],
     objects: list[Any],
-    number_of: Callable[[nn.Module], int | None],
+    modules: Modules,
     names: dict[int, tuple[str, int]] | None = None,
 ) -> tuple[Structure, list[Any]]:
     """Pickles the objects of a value without their tensors, if one of them may hold any.
@@ -262,7 +264,7 @@ def packed(
         structure: of the value.
         tensors: of the value; gets those of the objects at the end.
         objects: of the value.
-        number_of: returns the number of a module of the model, None for others.
+        modules: of the model.
         names: of what the other end has already, by id.
 
     Returns:
@@ -272,7 +274,7 @@ def packed(
         return structure, objects
     data = io.BytesIO()
     before = len(tensors)
-    _Packer(data, tensors, number_of, names or {}).dump(objects)
+    _Packer(data, tensors, modules, names or {}).dump(objects)
     return ("p", structure, len(tensors) - before), [data.getvalue()]
 
 
@@ -310,12 +312,12 @@ class _Packer(pickle.Pickler):
         self,
         file: io.BytesIO,
         tensors: list[Any],
-        number_of: Callable[[nn.Module], int | None],
+        modules: Modules,
         names: dict[int, tuple[str, int]],
     ) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._tensors, self._first = tensors, len(tensors)
-        self._number_of, self._names = number_of, names
+        self._modules, self._names = modules, names
         self._places: dict[int, int] = {}
 
     def persistent_id(self, value: Any) -> tuple[str, int] | None:
@@ -328,7 +330,7 @@ class _Packer(pickle.Pickler):
                 self._tensors.append(value)
             return _TENSOR, place
         if isinstance(value, nn.Module):
-            number = self._number_of(value)
+            number = self._modules.number_of(value)
             return None if number is None else (_MODULE, number)
         return None
 
@@ -343,10 +345,26 @@ class _Unpacker(pickle.Unpickler):
         return self._tensors[number] if kind == _TENSOR else self._find(kind, number)
 
 
+def finder(modules: Modules, arguments: Arguments | None = None) -> Finder:
+    """Returns what finds the modules, objects and tensors that a message names.
+
+    Args:
+        modules: of the model.
+        arguments: of the call that the message answers; None if it answers none.
+    """
+
+    def find(kind: str, number: int) -> Any:
+        if kind == _MODULE or arguments is None:
+            return modules.by_number[number]
+        return arguments.find(kind, number)
+
+    return find
+
+
 def flatten_reply(
     reply: Reply,
     arguments: Arguments,
-    number_of: Callable[[nn.Module], int | None],
+    modules: Modules,
     tensors: list[Any],
     objects: list[Any],
 ) -> tuple[Structure, list[Any]]:
@@ -355,7 +373,7 @@ def flatten_reply(
     Args:
         reply: what comes back.
         arguments: of the call.
-        number_of: returns the number of a module of the model, None for others.
+        modules: of the model.
         tensors: gets the tensors.
         objects: gets the objects.
 
@@ -382,7 +400,7 @@ def flatten_reply(
     if all(map(is_immutable, objects)):
         return structure, objects
     try:
-        return packed(structure, tensors, objects, number_of, arguments.names())
+        return packed(structure, tensors, objects, modules, arguments.names())
     except Exception:
         raise_if_unpicklable(f"{arguments.who} returns", result, objects)
         raise

@@ -26,9 +26,9 @@ from smddp.modelparallel.torch.common.structure import (
     may_be_changed,
     unpicklable,
 )
+from smddp.modelparallel.torch.pipeline.method import Method
 
 __all__ = [
-    "DIFFERENTIATE",
     "SINK",
     "SOURCE",
     "Ambient",
@@ -48,9 +48,6 @@ __all__ = [
 ]
 
 SOURCE, SINK = -1, -2
-# What a call has in place of a method if it makes the gradients of a segment, which has run, with
-# an autograd graph of their own; see `Differentiation`.
-DIFFERENTIATE = "differentiate"
 
 # Modules whose calls are recorded; see `Call.watched`.
 Watched = tuple[tuple[int, bool, tuple[int, ...]], ...]
@@ -261,11 +258,7 @@ class Call(NamedTuple):
 
     Attributes:
         module: its number; see `Modules`.
-        method: "forward" if that was called by name; "" if the module itself was. With activation
-            checkpointing "recomputed", or "layers" for some layers of a sequence. Or "parameter
-            weight" to read the parameter `weight`; "buffer mean", "earlier buffer mean" or "same
-            buffer mean" to read the buffer `mean` (see modules.py). `DIFFERENTIATE` for the
-            backward pass of a segment.
+        method: what it does.
         structure: of (args, kwargs); see structure.py.
         tensors: the ids of the tensors of `structure`, in its order.
         objects: the numbers of the objects of `structure` among those of the caller, in its order.
@@ -278,7 +271,7 @@ class Call(NamedTuple):
     """
 
     module: int
-    method: str
+    method: Method
     structure: Any
     tensors: tuple[TensorId, ...]
     objects: tuple[int, ...]

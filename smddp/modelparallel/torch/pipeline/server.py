@@ -24,10 +24,16 @@ from smddp.modelparallel.torch.common.placeholder import force
 from smddp.modelparallel.torch.pipeline.calls import CallerSide, leaf_like, run_backward
 from smddp.modelparallel.torch.pipeline.frame import Frame
 from smddp.modelparallel.torch.pipeline.hooks import Recorder
-from smddp.modelparallel.torch.pipeline.modules import Modules
-from smddp.modelparallel.torch.pipeline.objects import Arguments, Reply, flatten_reply, opened
+from smddp.modelparallel.torch.pipeline.method import Use
+from smddp.modelparallel.torch.pipeline.model import PipelineModel
+from smddp.modelparallel.torch.pipeline.objects import (
+    Arguments,
+    Reply,
+    finder,
+    flatten_reply,
+    opened,
+)
 from smddp.modelparallel.torch.pipeline.protocol import (
-    DIFFERENTIATE,
     SINK,
     SOURCE,
     Call,
@@ -134,9 +140,10 @@ class Server:
         under_way_limit: see `Schedule.under_way_limit`.
     """
 
+    _model: PipelineModel  # since `adopt`
+
     def __init__(self, services: RankServices, caller: CallerSide) -> None:
         self._services, self._caller = services, caller
-        self._modules: Modules | None = None
         # By caller_rank and graph_id; see `Origin`.
         self._graphs: dict[tuple[int, int], Graph] = {}
         self._runs: dict[_Key, _SegmentRun] = {}
@@ -156,17 +163,12 @@ class Server:
         self._ended.clear()
         self._early.clear()
 
-    def adopt(self, modules: Modules) -> None:
+    def adopt(self, model: PipelineModel) -> None:
         """Serves another model from now on; the graphs are forgotten, too."""
         self.clear()
         self._graphs.clear()
-        self._modules = modules
-
-    @property
-    def modules(self) -> Modules:
-        """The modules of the model."""
-        assert self._modules is not None
-        return self._modules
+        self._model, self._modules = model, model.modules
+        self._find = finder(model.modules)
 
     def end_microbatch(self, microbatch: int) -> None:
         """Frees what is left here of a microbatch that has ended."""
@@ -353,7 +355,7 @@ class Server:
         self._under_way[frame.microbatch] = self._under_way.get(frame.microbatch, 0) + 1
         run.counted = True
         leaves: dict[TensorId, torch.Tensor] = {}
-        with self.modules.around_task():
+        with self._model.local.around_task():
             if ambient() == graph.ambient:
                 outputs = self._run_calls(frame, run, leaves)
             else:
@@ -377,10 +379,10 @@ class Server:
             header = (tuple(run.origin), run.seeds, run.number, edge.target, extra)
             tensors = [_unchanging(outputs[value]) for value in run.values(edge)]
             try:
-                self._services.send(run.owner(edge.target), Kind.FORWARD, header, tensors)
+                self._services.mail.send(run.owner(edge.target), Kind.FORWARD, header, tensors)
             except Exception:
                 for index, (structure, objects, _) in run.returned.items():
-                    name = self.modules.names[graph.calls[index].module]
+                    name = self._modules.names[graph.calls[index].module]
                     raise_if_unpicklable(f"module {name!r} returns", structure, objects)
                 raise
 
@@ -397,7 +399,7 @@ class Server:
         Raises:
             StructureChangedError: the structure of a result is not the one that the caller expects.
         """
-        modules, graph = self.modules, run.graph
+        model, modules, graph = self._model, self._modules, run.graph
         values: dict[TensorId, torch.Tensor] = {}
         arrived, run.arrived = run.arrived, {}
         for edge in run.into:
@@ -412,18 +414,20 @@ class Server:
             arguments = [values[tensor_id] for tensor_id in call.tensors]
             objects = [run.objects[number] for number in call.objects]
             caller = run.origin.caller_rank
-            sent = opened(caller, call.structure, arguments, objects, modules.find)
+            sent = opened(caller, call.structure, arguments, objects, self._find)
             _, parts, objects = sent
             args, kwargs = graph.builders[index](parts, objects)
             frame.name = name = modules.names[call.module]
             before = Arguments(f"module {name!r}", args, kwargs, arguments, graph.changeable[index])
-            before.watch(modules.is_watched)
-            before.attributes = modules.attributes_before(call.module, call.method)
+            before.watch(model.changes.is_watched)
+            before.attributes = model.changes.attributes_before(
+                call.module, call.method, frame.microbatch
+            )
             frame.recorder = recorder = Recorder(call.watched) if call.watched else None
-            if call.method == DIFFERENTIATE:
+            if call.method.use is Use.DIFFERENTIATE:
                 result = self._differentiate(run, call, leaves, *args)
             else:
-                result = modules.run(call.module, call.method, run.seeds[index], args, kwargs)
+                result = model.local.serve(call.module, call.method, run.seeds[index], args, kwargs)
             frame.recorder = None
             changed = {
                 number: arguments[number]
@@ -432,11 +436,10 @@ class Server:
             }
             records = tuple(recorder.records) if recorder is not None else ()
             reply = Reply(result, before.changes(), changed or None, records)
-            modules.note_attributes(before.attributes, reply, caller)
-            modules.note_arguments(call.module, before, caller)
+            model.changes.note_call(call.module, before, reply, run.origin)
             tensors: list[torch.Tensor] = []
             found: list[Any] = []
-            structure, found = flatten_reply(reply, before, modules.number_of, tensors, found)
+            structure, found = flatten_reply(reply, before, modules, tensors, found)
             if call.returns is None:
                 run.returned[index] = (structure, found, len(tensors))
             elif structure != call.returns:
@@ -501,7 +504,7 @@ class Server:
         create: bool = False,
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Does what the function `run_backward` does, with the parameters that live here."""
-        parameters = self.modules.local_parameters(this.asked) if this.asked else {}
+        parameters = self._model.parameters.local(this.asked) if this.asked else {}
         anchors = self._caller.anchors(this.asked) if this.asked else []
         return run_backward(roots, gradients, inputs, this, parameters, anchors, create)
 
@@ -517,14 +520,14 @@ class Server:
                 if gradient is not None and value in ends:
                     sums[value] = sums[value] + gradient if value in sums else gradient
         run.gradients = {}
-        frame.name = self.modules.names[graph.calls[graph.segments[run.number].calls[-1]].module]
+        frame.name = self._modules.names[graph.calls[graph.segments[run.number].calls[-1]].module]
         roots = [ends[value] for value in sums]
         if this.accumulates:
-            self.modules.note_roots(roots)
+            self._model.changes.note_roots(frame, roots)
         # A pass through the derivatives of a segment comes before that through the segment itself,
         # and must not free what both need. It is freed with the runs.
         kept = this._replace(keeps=this.keeps or run.differentiates)
-        with self.modules.around_task():
+        with self._model.local.around_task():
             found, asked = self._run_backward(
                 roots, list(sums.values()), list(leaves.values()), kept
             )
@@ -546,10 +549,10 @@ class Server:
                 edge.source,
                 tuple(this),
             )
-            self._services.send(run.owner(edge.source), Kind.BACKWARD, header, gradients)
+            self._services.mail.send(run.owner(edge.source), Kind.BACKWARD, header, gradients)
         if asked:
             header = (run.origin.caller_rank, run.origin.sending, run.number, SOURCE, tuple(this))
-            self._services.send(run.origin.caller_rank, Kind.BACKWARD, header, asked)
+            self._services.mail.send(run.origin.caller_rank, Kind.BACKWARD, header, asked)
 
 
 def _is_seen(graph: Graph, segment: int, index: int, tensor: TensorId) -> bool:

@@ -1,16 +1,43 @@
-"""What `CallerSide`, `Server` and `Modules` need of the executor of their rank."""
+"""What `CallerSide`, `Server` and `Routing` need of the executor of their rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from smddp.modelparallel.core.baton import Baton, Ticket
 from smddp.modelparallel.torch.pipeline.frame import Frame
-from smddp.modelparallel.torch.pipeline.protocol import Kind
+from smddp.modelparallel.torch.pipeline.mail import Mail
+from smddp.modelparallel.torch.pipeline.method import Method
+from smddp.modelparallel.torch.pipeline.modules import Modules
 from smddp.modelparallel.torch.pipeline.timeline import Timeline
+from smddp.modelparallel.torch.pipeline.waits import Waits
 
-__all__ = ["RankServices"]
+__all__ = ["CallLog", "RankServices"]
+
+
+class CallLog(Protocol):
+    """What the members of an order group compare of the calls that they make; see member.py.
+
+    Attributes:
+        waits: for the results of which calls they wait; None if their tasks have no order.
+    """
+
+    waits: Waits | None
+
+    def called(self, module: int, method: Method) -> None:
+        """Notes that a task calls a module of another partition.
+
+        Args:
+            module: its number.
+            method: what the call does.
+        """
+
+    def entered(self, module: str) -> None:
+        """Notes that a call from another partition begins here.
+
+        Args:
+            module: its name.
+        """
 
 
 class RankServices(Protocol):
@@ -19,20 +46,23 @@ class RankServices(Protocol):
     Attributes:
         rank: in the pipeline.
         baton: runs the tasks.
+        mail: sends messages to ranks of the pipeline.
         timeline: records when they run.
-        modules: those of the model, a `Modules`.
+        member: notes calls, if there is an order group; else None.
+        modules: those of the model.
+        model: a `PipelineModel`.
     """
 
     rank: int
     baton: Baton
+    mail: Mail
     timeline: Timeline
+    modules: Modules
+    model: Any
 
     @property
-    def modules(self) -> Any:
-        """The modules of the model."""
-
-    def send(self, peer: int, kind: Kind, header: Any, tensors: Sequence[Any] = ()) -> bool:
-        """Sends a message to a rank of the pipeline, which may be this one; see `Executor.send`."""
+    def member(self) -> CallLog | None:
+        """See above."""
 
     def enter(self, frame: Frame, forward: bool) -> None:
         """Notes that a task begins to work, or goes on; see `Executor.enter`."""

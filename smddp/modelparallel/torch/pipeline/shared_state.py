@@ -26,6 +26,7 @@ from smddp._torch_internals import (
 )
 from smddp.modelparallel.core.logs import warn_user
 from smddp.modelparallel.torch.common.buffers import version_of
+from smddp.modelparallel.torch.pipeline.modules import Modules
 from smddp.modelparallel.torch.pipeline.references import (
     OF_TORCH,
     Variable,
@@ -83,46 +84,39 @@ class SharedState:
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
-        names: Sequence[str],
-        owner_of: Callable[[int], int | None],
-        rank: int,
+        modules: Modules,
         body: Callable[..., Any],
         said: set[str],
     ) -> None:
         """Finds it, at the beginning of the step.
 
         Args:
-            modules: by number.
-            names: of the modules.
-            owner_of: returns the owner of a module, once the model is divided.
-            rank: of this process in the pipeline.
+            modules: of the model, which may be divided in the step.
             body: the function whose step this is.
             said: the warnings of earlier steps, which are not given again; gets those of this one.
         """
         self.in_order = False
         self.changed: set[int] = set()
-        self._owner_of, self._rank = owner_of, rank
-        self._names = names
+        self._modules, self._rank = modules, modules.rank
         self._said = said
         self._warned = False
         self._found: dict[Any, _Entry] = {}
-        self._numbers = {id(module): number for number, module in enumerate(modules)}
+        by_number = modules.by_number
         self._with_buffers = {
-            id(module) for module in modules if module._buffers and self._waits_inside(module)
+            id(module) for module in by_number if module._buffers and self._waits_inside(module)
         }
         classes: dict[type, set[int]] = {}
-        for number, module in enumerate(modules):
+        for number, module in enumerate(by_number):
             classes.setdefault(type(module), set()).add(number)
             self._add("", module, {number}, 0)
         for kind, numbers in classes.items():
             self._add(kind.__name__, kind, numbers, 0)
         self._add(f"variables of {_name(body)}", body, {_BODY}, 0)
-        for hook in _hooks(modules):
+        for hook in _hooks(by_number):
             self._add(f"variables of hook {_name(hook)}", hook, {_HOOK}, 0)
         for variable, value in contextvars.copy_context().items():
             self._add(f"ContextVar {variable.name!r}", value, {_ANY}, 0)
-        self._add("torch.get_default_dtype()", _DEFAULT_DTYPE, {*range(len(modules))}, 0)
+        self._add("torch.get_default_dtype()", _DEFAULT_DTYPE, {*range(len(by_number))}, 0)
         self._note()
 
     def objects(self, changed: bool) -> list[Any]:
@@ -204,7 +198,7 @@ class SharedState:
     def _owner(self, user: int) -> int | None:
         if user == _BODY:
             return 0
-        return None if user in (_ANY, _HOOK) else self._owner_of(user)
+        return None if user in (_ANY, _HOOK) else self._modules.owners[user]
 
     def _say_order(self, entry: _Entry, name: str) -> None:
         if self.in_order:
@@ -222,7 +216,7 @@ class SharedState:
             return
         self._warned = True
         user = min(elsewhere)
-        who = "The body" if user == _BODY else f"Module {self._names[user]!r}"
+        who = "The body" if user == _BODY else f"Module {self._modules.names[user]!r}"
         text = (
             f"code of rank {self._rank} of the pipeline has changed {_text(entry, name)} in a "
             f"step. {who} on rank {self._owner(user)}, whose code can read that, does not see the "
@@ -236,9 +230,9 @@ class SharedState:
 
     def _waits_inside(self, module: nn.Module) -> bool:
         """Says whether a module here has parts elsewhere, which its code waits for."""
-        if self._owner(self._numbers[id(module)]) != self._rank:
+        if self._owner(self._modules.numbers[id(module)]) != self._rank:
             return False
-        inside = (self._numbers.get(id(part)) for part in module.modules())
+        inside = (self._modules.numbers.get(id(part)) for part in module.modules())
         return any(one is not None and self._is_elsewhere(one) for one in inside)
 
     def _content(self, value: Any) -> dict[Any, Any]:
@@ -251,7 +245,7 @@ class SharedState:
         if depth > _DEEPEST or isinstance(value, (*_PLAIN, torch.Tensor, types.ModuleType)):
             return
         if isinstance(value, nn.Module):
-            is_of_model = id(value) in self._numbers
+            is_of_model = id(value) in self._modules.numbers
             if (is_of_model and (depth or what)) or _is_of_smp(value):
                 return  # it has a number of its own
             if not is_of_model:

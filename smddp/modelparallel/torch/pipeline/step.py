@@ -1,7 +1,7 @@
 """What `Executor.run` takes and returns: the limits of a step, protocols, and the result.
 
 What belongs to one step reaches the executor as arguments of `run` only, and the executor forgets
-it at the end of the step. `ModelRuntime` implements `StepModel`, and `Driver` implements
+it at the end of the step. `ModelStep` implements `StepModel`, and `Driver` implements
 `StepDriver`.
 """
 
@@ -17,6 +17,7 @@ from smddp.modelparallel.torch.common.random_state import RandomState
 from smddp.modelparallel.torch.pipeline.frame import Frame
 
 __all__ = [
+    "END_TIMEOUT",
     "UNLIMITED",
     "Form",
     "Schedule",
@@ -29,6 +30,9 @@ __all__ = [
     "under_way_at",
 ]
 
+# Seconds that a rank waits for the others' END once it has no task left. A rank that computes
+# answers when its task waits or ends. Tests change it, so it is read where it is needed.
+END_TIMEOUT = 120.0
 # More microbatches than any step has.
 UNLIMITED = 1 << 30
 

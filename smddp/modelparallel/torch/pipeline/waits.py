@@ -12,9 +12,19 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Callable
+from typing import Protocol
 
 __all__ = ["Waits"]
+
+
+class WaitEvents(Protocol):
+    """What `Waits` does about calls."""
+
+    def tell_of_wait(self, task: int, call: int) -> None:
+        """Tells the other members of a call; returns when they know of it. See `Waits.told`."""
+
+    def calls_differ(self) -> None:
+        """Another member waits for a call for which this rank has not waited."""
 
 
 class Waits:
@@ -24,15 +34,13 @@ class Waits:
     may call the methods.
     """
 
-    def __init__(self, tell: Callable[[int, int], None], differ: Callable[[], None]) -> None:
+    def __init__(self, events: WaitEvents) -> None:
         """Begins without calls.
 
         Args:
-            tell: tells the other members of the order group of a call; see `told`. It returns when
-                they know of it.
-            differ: called if another member waits for a call for which this rank has not waited.
+            events: does what is to be done.
         """
-        self._tell, self._differ = tell, differ
+        self._events = events
         self._lock = threading.Lock()
         self.begin_step()
 
@@ -57,9 +65,9 @@ class Waits:
                 self._waited.add(call)
             differs = not waits and call in self._elsewhere
         if new:
-            self._tell(*call)
+            self._events.tell_of_wait(*call)
         if differs:
-            self._differ()
+            self._events.calls_differ()
 
     def told(self, task: int, call: int) -> None:
         """Notes that a task of another replica waits for a call whose structure is new there.
@@ -72,4 +80,4 @@ class Waits:
             self._elsewhere.add((task, call))
             differs = call <= self._count[task] and (task, call) not in self._waited
         if differs:
-            self._differ()
+            self._events.calls_differ()

@@ -121,8 +121,6 @@ class Sharding:
         self._by_placeholder: dict[int, ShardedParameter] = {}  # by its address
         self._by_address: dict[int, ShardedParameter] = {}  # those that are gathered
         self._thread = _Thread()
-        modules.surroundings = self
-        modules.observer = self.gathers if ordered else None
         SAVED_TENSORS_HOOKS.install(_with_plain_tensors)
         forget_failed_passes_at_exit()
         for parameter in modules.by_number[0].parameters():

@@ -15,7 +15,7 @@ its part of the parameters. So activations change between two forms:
 | `divide` | own | all, with a part of the features | own, with all features |
 | `unite` | all, with a part of the features | own, with all features | all, with a part |
 
-The gradient of a divided parameter is that of the sum of all ranks' losses; `ModelRuntime` makes it
+The gradient of a divided parameter is that of the sum of all ranks' losses; `Gradients` makes it
 that of their mean. With a prescaled batch all ranks compute the same loss; it is counted once.
 
 With a prescaled batch the hidden states of a transformer may be divided, too, between its divided

@@ -27,7 +27,7 @@ from smddp.modelparallel.torch.delayed.context import delay_param_initialization
 from smddp.modelparallel.torch.delayed.life import is_delayed
 from smddp.modelparallel.torch.job.meeting import done_on_all, first_difference, together
 from smddp.modelparallel.torch.job.state import state
-from smddp.modelparallel.torch.pipeline.modules import note_replaced
+from smddp.modelparallel.torch.pipeline.takeover import note_replaced
 from smddp.modelparallel.torch.tensor.marks import mark_of
 from smddp.modelparallel.torch.tensor.module import DistributedModule, load_whole
 from smddp.modelparallel.torch.tensor.registry import (
