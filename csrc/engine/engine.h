@@ -12,7 +12,6 @@
 #pragma once
 
 #include <atomic>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -112,9 +111,9 @@ class Engine {
   // True in a child of fork() whose parent had left all groups: the child may make an engine of its own. It must keep
   // this one.
   bool isReplaceableInChild() const;
-  // Takes what other processes have sent to a number that is no group. Call it on the engine's owner.
-  std::deque<groups::GroupRegistry::EarlyMessage> takeMessages(uint64_t number) {
-    return groups_.takeEarly(number);
+  // See GroupRegistry. Call it on the engine's owner.
+  std::vector<groups::GroupRegistry::Note> takeNotes(uint64_t mailbox) {
+    return groups_.takeNotes(mailbox);
   }
   // Runs actions on the owner that are not calls of a group.
   progress::Progress& progress() { return progress_; }

@@ -12,7 +12,7 @@
 #include "bootstrap/locality.h"
 #include "common/interrupt.h"
 #include "common/log.h"
-#include "engine/calls/control_kind.h"
+#include "engine/calls/break.h"
 #include "engine/groups/meeting.h"
 #include "engine/process/capabilities.h"
 
@@ -21,16 +21,6 @@ namespace {
 
 using bootstrap::MeetingNote;
 using groups::GroupRegistry;
-
-// In front of a note in a control message.
-//
-//   byte  0               8               16
-//         | header        | mailbox       | note …
-struct NoteHead {
-  transport::ControlHeader header{.kind = calls::kNote};
-  uint64_t mailbox = 0;
-};
-static_assert(sizeof(NoteHead) == 16);
 
 // The notes of a process that sends for ever do not fill the memory.
 constexpr size_t kMaxNotes = 1 << 16;
@@ -131,13 +121,7 @@ class PeerMeeting final : public groups::Meeting {
     engine_.progress().call([&] {
       for (size_t rank = 0; rank < peers_.size(); ++rank) {
         if (peers_[rank] == nullptr || peers_[rank]->lost) continue;
-        NoteHead head;
-        head.mailbox = members_[rank].mailbox;
-        head.header.tailBytes = static_cast<uint32_t>(blob.size());
-        std::vector<std::byte> message(sizeof head + blob.size());
-        std::memcpy(message.data(), &head, sizeof head);
-        std::ranges::copy(blob, message.begin() + sizeof head);
-        peers_[rank]->table->control(peers_[rank]->id, message);
+        GroupRegistry::sendNote(*peers_[rank], members_[rank].mailbox, blob);
       }
     });
   }
@@ -170,10 +154,9 @@ class PeerMeeting final : public groups::Meeting {
 
   // Reads those of this change. Some may be of its next round: their senders have all of this one.
   void takeNotes() {
-    for (const auto& message : engine_.takeMessages(point_.mailbox_)) {
-      if (message.bytes.size() < sizeof(NoteHead) || point_.notes_.size() >= kMaxNotes) continue;
-      const auto blob = std::span(message.bytes).subspan(sizeof(NoteHead));
-      point_.notes_.push_back({message.from, bootstrap::parseNote(blob)});
+    for (const auto& note : engine_.takeNotes(point_.mailbox_)) {
+      if (point_.notes_.size() >= kMaxNotes) break;
+      point_.notes_.push_back({note.from, bootstrap::parseNote(note.bytes)});
     }
     std::erase_if(point_.notes_, [this](const auto& note) {
       return note.note.uuid != uuid_ && point_.usedUuids_.contains(note.note.uuid);

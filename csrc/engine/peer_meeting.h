@@ -28,8 +28,8 @@ class MeetingPoint {
   std::vector<bootstrap::Handle> parseHandles(const std::vector<std::string>& texts,
                                               bool isSet) const;
   // Meets the members. `spec` gets its rank and size from them. `uuid` names the change: no two have the same. Throws
-  // what createGroup() does: Usage if this rank has used the uuid, Mismatch if another member has called this with other
-  // members, Timeout if one has not called it with this uuid.
+  // what createGroup() does: Usage if this rank has used the uuid, Mismatch if another member has called this with
+  // other members, Timeout if one has not called it with this uuid.
   std::shared_ptr<groups::Group> meet(groups::GroupSpec spec,
                                       const std::vector<bootstrap::Handle>& members, int64_t uuid,
                                       Nanoseconds timeout);

@@ -1,9 +1,11 @@
-// Fuzzes everything that is read from the store: introductions, probe reports, addresses, seals, the keys of a meeting.
+// Fuzzes everything that is read from the store: introductions, probe reports, addresses, seals, the keys of a meeting;
+// and the handles and notes of processes that meet without one.
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "bootstrap/handle.h"
 #include "bootstrap/lifeline_wire.h"
 #include "bootstrap/rendezvous.h"
 #include "common/error.h"
@@ -88,6 +90,25 @@ void seals(Script& script) {
   if (sealed.size() > bytes.size()) std::abort();
 }
 
+// An accepted handle is printed as it came.
+void handles(Script& script) {
+  const auto bytes = script.rest();
+  const std::string text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  std::vector<Handle> parsed{parseHandle(text, Seal())};
+  const std::string again = textOf(parsed.front(), Seal());
+  if (again != text && textOf(parseHandle(again, Seal()), Seal()) != again) std::abort();
+  parsed.push_back(parsed.front());
+  sortHandles(parsed);
+  (void)digestOf(parsed);
+}
+
+// So is a note.
+void notes(Script& script) {
+  const auto blob = script.rest();
+  const auto again = serialise(parseNote(blob));
+  if (!std::equal(again.begin(), again.end(), blob.begin(), blob.end())) std::abort();
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
@@ -99,6 +120,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       case 2: (void)serialise(parseLifelineAddress(script.rest(), "a peer")); break;
       case 3: greeting(script); break;
       case 4: seals(script); break;
+      case 5: handles(script); break;
+      case 6: notes(script); break;
       default: meeting(script);
     }
   } catch (const Error& error) {

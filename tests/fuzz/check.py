@@ -47,6 +47,7 @@ class Parser(NamedTuple):
 
 PARSERS = [
     Parser("csrc/bootstrap/blob.h", 95, "BlobReader"),
+    Parser("csrc/bootstrap/handle.cc", 85),
     Parser(
         "csrc/bootstrap/introduction.cc",
         95,

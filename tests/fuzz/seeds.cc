@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bootstrap/blob.h"
+#include "bootstrap/handle.h"
 #include "bootstrap/introduction.h"
 #include "bootstrap/lifeline_wire.h"
 #include "bootstrap/locality.h"
@@ -64,6 +65,13 @@ void bootstrapSeeds() {
   write("bootstrap_fuzz", "address6", behind({2}, serialise(longer)));
   const Hello hello = signedHello(ProcessId{std::byte{1}}, ProcessId{std::byte{200}}, Seal());
   write("bootstrap_fuzz", "hello", behind({3}, serialise(hello)));
+  const std::string handle = textOf({introduction, 7, 1, 2}, Seal());
+  write("bootstrap_fuzz", "handle", behind({5}, std::as_bytes(std::span(handle))));
+  MeetingNote meets{.uuid = 3, .digest = 4, .round = 1, .entry = blob};
+  meets.entry.resize(32);
+  write("bootstrap_fuzz", "entry", behind({6}, serialise(meets)));
+  meets.text = "rank 1 cannot take part";
+  write("bootstrap_fuzz", "refusal", behind({6}, serialise(meets)));
   write("bootstrap_fuzz", "seal", behind({4}, Seal("token").close("a key", blob)));
   // What two ranks publish, as the store returns it: without a seal, behind its length.
   const auto values = [](std::initializer_list<Blob> blobs) {

@@ -16,6 +16,16 @@ constexpr size_t kMaxEarlyBytes = size_t{64} << 20;
 // Groups that are remembered after their end. No message is under way for longer than it takes to end so many.
 constexpr size_t kMaxClosed = 4096;
 
+// In front of a note.
+//
+//   byte  0               8               16
+//         | header        | mailbox       | bytes …
+struct NoteHead {
+  transport::ControlHeader header{.kind = calls::kNote};
+  uint64_t mailbox = 0;
+};
+static_assert(sizeof(NoteHead) == 16);
+
 }  // namespace
 
 GroupRegistry::GroupRegistry(const Ownership& ownership, process::Process& process)
@@ -38,6 +48,28 @@ void GroupRegistry::add(const std::shared_ptr<Group>& group) {
   }
   for (const EarlyMessage& message : takeEarly(group->membership.group))
     dispatch(*message.from, message.bytes);
+}
+
+std::vector<GroupRegistry::Note> GroupRegistry::takeNotes(uint64_t mailbox) {
+  ownership_.assertOwned();
+  std::vector<Note> notes;
+  for (const EarlyMessage& message : takeEarly(mailbox)) {
+    if (message.bytes.size() < sizeof(NoteHead)) continue;
+    notes.push_back(
+        {message.from, {message.bytes.begin() + sizeof(NoteHead), message.bytes.end()}});
+  }
+  return notes;
+}
+
+void GroupRegistry::sendNote(const process::Peer& to, uint64_t mailbox,
+                             std::span<const std::byte> bytes) {
+  NoteHead head;
+  head.mailbox = mailbox;
+  head.header.tailBytes = static_cast<uint32_t>(bytes.size());
+  std::vector<std::byte> message(sizeof head + bytes.size());
+  std::memcpy(message.data(), &head, sizeof head);
+  std::ranges::copy(bytes, message.begin() + sizeof head);
+  tell(to, message);
 }
 
 void GroupRegistry::refuse(uint64_t id, const calls::Break& broken) {
@@ -220,7 +252,6 @@ void GroupRegistry::tell(const process::Peer& to, transport::Bytes message) {
 }
 
 std::deque<GroupRegistry::EarlyMessage> GroupRegistry::takeEarly(uint64_t id) {
-  ownership_.assertOwned();
   const auto first =
       std::stable_partition(early_.begin(), early_.end(),
                             [&](const EarlyMessage& message) { return message.group != id; });

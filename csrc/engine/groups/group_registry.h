@@ -10,6 +10,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -22,12 +23,10 @@ namespace smddp::engine::groups {
 
 class GroupRegistry {
  public:
-  // To a group that this rank has not made yet, or to a meeting.
-  struct EarlyMessage {
-    uint64_t group;
-    process::Peer* from;
+  // What another process has sent to a mailbox of this one: a number that no group has. Both may be in no group.
+  struct Note {
+    const process::Peer* from;
     std::vector<std::byte> bytes;
-    size_t memory() const { return sizeof *this + bytes.size(); }
   };
   // Receives the process's control messages from now on.
   GroupRegistry(const Ownership& ownership, process::Process& process);
@@ -64,8 +63,9 @@ class GroupRegistry {
     ownership_.assertOwned();
     return active_.empty();
   }
-  // Takes what was sent to a number that is no group of this rank, oldest first.
-  std::deque<EarlyMessage> takeEarly(uint64_t id);
+  // Oldest first.
+  std::vector<Note> takeNotes(uint64_t mailbox);
+  static void sendNote(const process::Peer& to, uint64_t mailbox, std::span<const std::byte> bytes);
   // This rank could not make the group of this number. Ranks that have made it, and wait for this one, get the error.
   void refuse(uint64_t id, const calls::Break& broken);
   bool isActiveAcrossNodes() const;
@@ -90,9 +90,17 @@ class GroupRegistry {
   void moveLeftoversTo(calls::Leftovers& leftovers);
 
  private:
+  // To a group that this rank has not made yet, or to a mailbox.
+  struct EarlyMessage {
+    uint64_t group;
+    process::Peer* from;
+    std::vector<std::byte> bytes;
+    size_t memory() const { return sizeof *this + bytes.size(); }
+  };
   void dispatch(process::Peer& from, transport::Bytes message);
   void keepEarly(uint64_t id, process::Peer& from, transport::Bytes message)
       SMDDP_REQUIRES(ownership_);
+  std::deque<EarlyMessage> takeEarly(uint64_t id) SMDDP_REQUIRES(ownership_);
   static void tell(const process::Peer& to, transport::Bytes message);
 
   const Ownership& ownership_;
