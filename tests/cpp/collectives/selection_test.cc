@@ -86,8 +86,9 @@ TEST(Selection, HalvesOnAFewNodesWhereNotAllOfThemWouldServe) {
   const int64_t rows[][4] = {
       {4, 1, 32, 256}, {8, 1, 32, 512}, {16, 1, 32, 1024}, {4, 2, 64, 512}, {8, 2, 64, 1024}};
   for (const auto& [nodes, ranks, first, end] : rows) {
-    const auto what = [&](int64_t kib) {
-      return allreduce(static_cast<int>(nodes), static_cast<int>(ranks), kib);
+    const auto what = [&allreduce, nodeCount = static_cast<int>(nodes),
+                       ranksOfEach = static_cast<int>(ranks)](int64_t kib) {
+      return allreduce(nodeCount, ranksOfEach, kib);
     };
     EXPECT_EQ(what(first - 1), "direct") << nodes << "x" << ranks;
     EXPECT_EQ(what(first), "halving_doubling") << nodes << "x" << ranks;
