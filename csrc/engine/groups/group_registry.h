@@ -36,7 +36,7 @@ class GroupRegistry {
   // Takes a group that has joined, and gives it the control messages that faster ranks have sent to it before.
   void add(const std::shared_ptr<Group>& group);
   // Leaves the group, unless it has been left. What is in flight ends with an error that says that this rank `how`.
-  void leave(const std::shared_ptr<Group>& group, const char* how);
+  void leave(const std::shared_ptr<Group>& group, const char* how = "left the group");
   // Leaves all groups; from now on none becomes active.
   void leaveAll();
   bool hasLeftAll() const {
