@@ -193,7 +193,8 @@ void Mailbox::flush() {
   // A send that has failed is done, too. The stream from that peer reports the failure.
   translated([&] {
     for (const Sending& one : sending) {
-      for (const auto& completion : one) group_->engine_->wait(*group_->members()->group, *completion);
+      for (const auto& completion : one)
+        group_->engine_->wait(*group_->members()->group, *completion);
     }
   });
 }
