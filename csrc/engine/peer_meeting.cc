@@ -1,10 +1,8 @@
 #include "engine/peer_meeting.h"
 
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <optional>
-#include <set>
 #include <string_view>
 #include <thread>
 #include <utility>

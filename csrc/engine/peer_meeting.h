@@ -15,7 +15,7 @@
 namespace smddp::engine {
 
 // Where a process group waits for notes of other processes: of the change of members that is under way, and of later
-// ones. Used by one thread at a time. Ends after the engine's other users of it, before the engine.
+// ones. Used by one thread at a time. The engine outlives it.
 class MeetingPoint {
  public:
   explicit MeetingPoint(Engine& engine);

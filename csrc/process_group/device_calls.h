@@ -21,7 +21,7 @@ namespace smddp::process_group {
 class DeviceCalls {
  public:
   virtual ~DeviceCalls() = default;
-  // Called once, before the first call.
+  // Called before the first call, and again when the members of the group have changed.
   void attach(std::shared_ptr<engine::Engine> engine, std::shared_ptr<engine::groups::Group> group);
   // Makes such an object for a group that split() makes of some of the ranks.
   virtual std::unique_ptr<DeviceCalls> forSplit() const = 0;

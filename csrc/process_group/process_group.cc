@@ -179,8 +179,7 @@ void ProcessGroup::abortBecause(const std::string& reason) {
   const auto text =
       fmt::format("rank {} called abort(){}{}", now->group->membership.jobRank(getRank()),
                   reason.empty() ? "" : ": ", reason);
-  for (const auto& group : now->calls.groups())
-    engine_->fail(*group, Error(ErrorKind::Aborted, text));
+  for (const auto& group : engineGroups()) engine_->fail(*group, Error(ErrorKind::Aborted, text));
   devices_->close(Error(ErrorKind::Aborted, text));
   HookThread::ofThisProcess().groupFailed(hooks_, now->group->wasInterrupted());
 }
@@ -193,9 +192,9 @@ void ProcessGroup::shutdown() {
       const std::lock_guard lock(partsMutex_);
       parts.swap(openParts_);
     }
-    const auto now = members();
-    for (const auto& group : now ? now->calls.groups() : decltype(now->calls.groups())()) {
-      engine_->waitForOpenCalls(*group, group == now->group ? parts : decltype(parts)());
+    // The first is the script's, to which `parts` belong.
+    for (const auto& group : engineGroups()) {
+      engine_->waitForOpenCalls(*group, std::exchange(parts, {}));
     }
   } catch (...) {
     // A signal has ended the wait.
@@ -212,9 +211,13 @@ void ProcessGroup::leave() {
   hasLeft_.store(true);
   coalescing().erase(this);
   devices_->close(Error(ErrorKind::Aborted, "the process group has been destroyed"));
+  for (const auto& group : engineGroups()) engine_->destroyGroup(group);
+}
+
+std::vector<std::shared_ptr<engine::groups::Group>> ProcessGroup::engineGroups() const {
   const auto now = members();
-  if (!now) return;
-  for (const auto& group : now->calls.groups()) engine_->destroyGroup(group);
+  if (!now) return {};
+  return now->calls.groups();
 }
 
 void ProcessGroup::requireOpen() const {
@@ -479,7 +482,7 @@ intrusive_ptr<c10d::Work> ProcessGroup::reconfigure(const c10d::ReconfigureOptio
     return made;
   });
   ++changes_;
-  const auto before = members();
+  const auto before = engineGroups();
   setMembers(group);
   rank_ = group->spec.me;
   size_ = group->spec.size;
@@ -491,9 +494,8 @@ intrusive_ptr<c10d::Work> ProcessGroup::reconfigure(const c10d::ReconfigureOptio
 #ifdef C10D_BACKEND_HAS_HOOKS
   if (hasAbortHooks_) watchForBreak(*members());
 #endif
-  if (before) {
-    constexpr const char* kHow = "changed the members of the group (reconfigure)";
-    for (const auto& old : before->calls.groups()) engine_->destroyGroup(old, kHow);
+  for (const auto& old : before) {
+    engine_->destroyGroup(old, "changed the members of the group (reconfigure)");
   }
   return c10::make_intrusive<Work>(rank_, engine_, group,
                                    Work::Call(c10d::OpType::UNKNOWN, "smddp:reconfigure", {}, {}));

@@ -194,6 +194,8 @@ class ProcessGroup : public c10d::Backend {
   };
   // Null: the group has no members yet.
   std::shared_ptr<Members> members() const { return members_.load(std::memory_order_acquire); }
+  // Those of all orders of its calls, the script's first; none without members.
+  std::vector<std::shared_ptr<engine::groups::Group>> engineGroups() const;
   // Throws if there are none, or if the group has been destroyed.
   std::shared_ptr<Members> requireMembers() const;
   void requireOpen() const;

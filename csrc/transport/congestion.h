@@ -1,8 +1,8 @@
 // Chooses the congestion control of data connections over TCP: the kernel's rule for how fast the sender sends.
 //
 // BBR, the default of many cloud images, paces what it sends. Within a data centre and on loopback that costs up to
-// half the speed and gains nothing, so there cubic or reno is taken, if the kernel lets any process choose it. On a
-// long path, or one that loses packets, a connection keeps what the system has. Each end decides for what it sends.
+// half the speed and gains nothing. There a connection gets cubic or reno, if the kernel allows it. On a long path, or
+// one that loses packets, a connection keeps what the system has. Each end decides for what it sends.
 #pragma once
 
 #include <cstdint>

@@ -79,7 +79,8 @@ class Sentinel {
   // watchMembers().
   bool checkMembers();
 
-  // This rank makes no more calls. If something is in flight, this breaks the group.
+  // This rank makes no more calls. If something is in flight, this breaks the group, with
+  // an error that says that this rank `how`.
   void leave(bool isIdle, const char* how);
   // The answer to ranks of other nodes that wait for this one, which has left or knows that the group is broken.
   std::vector<std::byte> farewell() const;

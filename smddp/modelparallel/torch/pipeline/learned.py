@@ -14,8 +14,8 @@ from smddp.modelparallel.torch.pipeline.collector import KnownCall, predictable
 
 __all__ = ["Findings", "Learned"]
 
-# If the structure of a call's result has changed this often, callers always wait for the result
-# from then on, because each change means that a step runs twice.
+# After so many changes of the structure of a call's result, callers always wait for the result:
+# each change lets a step run twice.
 _MAX_CHANGES = 2
 
 # Names a call that is made again and again: (module, method, structure of the arguments, train or
