@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "engine/engine.h"
-#include "engine/peer_meeting.h"
+#include "engine/meeting_point.h"
 #include "process_group/call_order.h"
 #include "process_group/device_calls.h"
 #include "process_group/residuals.h"
