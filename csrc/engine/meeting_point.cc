@@ -124,7 +124,8 @@ void MeetingPoint::send(const process::Peer& to, uint64_t mailbox, Topic topic,
   }
 }
 
-void MeetingPoint::waitUntil(const std::function<bool()>& isOver) {
+void MeetingPoint::waitUntil(const std::function<bool()>& isOver,
+                             const std::function<void()>& between) {
   // Usually all come at the same time: from one look to the next little time is lost at first.
   std::chrono::microseconds pause(50);
   constexpr std::chrono::microseconds kLongestPause(5000);
@@ -137,6 +138,7 @@ void MeetingPoint::waitUntil(const std::function<bool()>& isOver) {
       over = isOver();
     });
     if (over) return;
+    if (between) between();
     checkInterrupt();
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, kLongestPause);

@@ -52,9 +52,9 @@ class MeetingPoint {
   // On the owner. Does nothing if the process is lost.
   void send(const process::Peer& to, uint64_t mailbox, Topic topic,
             std::span<const std::byte> bytes);
-  // Calls `isOver` on the owner again and again until it returns true, after a look for peers that are gone. Throws
-  // what it throws, and what checkInterrupt() throws.
-  void waitUntil(const std::function<bool()>& isOver);
+  // Calls `isOver` on the owner again and again until it returns true, after a look for peers that are gone, and
+  // `between` then, not on the owner. Throws what they throw, and what checkInterrupt() throws.
+  void waitUntil(const std::function<bool()>& isOver, const std::function<void()>& between = {});
 
  private:
   friend class PeerMeeting;

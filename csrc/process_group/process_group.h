@@ -262,7 +262,11 @@ class ProcessGroup : public c10d::Backend {
   const engine::groups::GroupSpec spec_;    // as the group began
   const bool isDefault_ = false;
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
+  friend class ElasticMembers;
+  // Both with meetingMutex_ held.
   engine::MeetingPoint& meetingPoint() const;
+  void changeMembers(const std::vector<bootstrap::Handle>& handles, int64_t uuid,
+                     Nanoseconds timeout);
   mutable std::mutex meetingMutex_;                           // held by reconfigure()
   mutable std::optional<engine::MeetingPoint> meetingPoint_;  // guarded by meetingMutex_
   uint32_t changes_ = 0;                                      // guarded by meetingMutex_
