@@ -236,7 +236,8 @@ void bindElasticMembers(py::module& m) {
           [nanoseconds](ElasticMembers& self, const std::vector<std::string>& cards,
                         double timeout) { return self.join(cards, nanoseconds(timeout)); },
           py::arg("cards"), py::arg("timeout"), Release())
-      .def("knocks", &ElasticMembers::numKnocks, Release())
+      .def("hear", &ElasticMembers::hear, py::arg("card"), Release())
+      .def("newcomers", &ElasticMembers::numNewcomers, Release())
       .def(
           "agree",
           [nanoseconds](ElasticMembers& self, int64_t committed, int64_t voted, double timeout) {

@@ -76,14 +76,19 @@ const process::Peer* MemberAgreement::peerOf(const Member& member) {
   return peers_[member.id] = peer;
 }
 
-size_t MemberAgreement::numKnocks() {
-  point_.engine().progress().call([&] { receive(); });
+void MemberAgreement::hear(const std::string& card) {
+  const Seal seal(point_.engine().settings.jobToken.text);
+  agreement_.hear(memberOf(bootstrap::parseHandle(card, seal), card));
+}
+
+size_t MemberAgreement::numNewcomers() {
+  point_.engine().progress().call([&] {
+    point_.engine().process().poll();
+    receive();
+  });
   std::erase_if(inbox_, [&](const auto& entry) {
     const auto& [from, message] = entry;
-    const bool isOfAgreement =
-        message.kind != agreement::Message::Kind::Knock &&
-        message.generation == agreement_.current().number;
-    if (isOfAgreement || agreement_.state() != Agreement::State::Working) return false;
+    if (message.generation >= agreement_.current().number) return false;
     agreement_.onMessage(from, message, 0);
     return true;
   });
@@ -97,8 +102,10 @@ void MemberAgreement::agree(int64_t committed, int64_t voted, Nanoseconds timeou
   run(timeout);
 }
 
-void MemberAgreement::knock(const std::vector<Member>& doors, Nanoseconds timeout) {
-  agreement_.knock(doors, point_.engine().process().clock().now());
+void MemberAgreement::join(const std::vector<Member>& members, Nanoseconds timeout) {
+  // They can reach a process only if it has met them, too.
+  for (const Member& member : members) peerOf(member);
+  agreement_.awaitFirst();
   run(timeout);
 }
 
@@ -193,6 +200,9 @@ void MemberAgreement::run(Nanoseconds timeout) {
         lookForLosses(now);
         agreement_.tick(now);
         if (isOver()) return true;
+        if (before == 0 && agreement_.suspects().size() == peers_.size()) {
+          raise(ErrorKind::PeerLost, "no member is left that could let this process in");
+        }
         if (!deadline.passed(point_.engine().process().clock())) return false;
         std::string waits;
         for (const MemberId id : agreement_.awaited()) {

@@ -25,12 +25,15 @@ class MemberAgreement {
   static agreement::Member memberOf(const bootstrap::Handle& handle, const std::string& card) {
     return {handle.mailbox, card};
   }
-  // Returns how many newcomers have asked to be let in. Messages of an agreement wait for agree().
-  size_t numKnocks();
+  // A process with this card wants to become a member. The next generation has it. Throws Usage if this is no card.
+  void hear(const std::string& card);
+  // Returns how many newcomers wait. Answers members that are behind; messages of an agreement wait for agree().
+  size_t numNewcomers();
   // Blocks until a generation has been agreed on that is newer than the current one, or this process is out: see
-  // state(). `doors`: the members that a newcomer asks. Throws Timeout, and what checkInterrupt() throws.
+  // state(). Throws Timeout, and what checkInterrupt() throws.
   void agree(int64_t committed, int64_t voted, Nanoseconds timeout);
-  void knock(const std::vector<agreement::Member>& doors, Nanoseconds timeout);
+  // Blocks until this process is a member. `members`: those of now. Throws PeerLost if all are lost, and as agree().
+  void join(const std::vector<agreement::Member>& members, Nanoseconds timeout);
   const agreement::Agreement& state() const { return agreement_; }
   // The members of the current generation.
   std::vector<bootstrap::Handle> handles();

@@ -40,18 +40,23 @@ ElasticMembers::Members ElasticMembers::join(const std::vector<std::string>& car
     auto texts = cards;
     texts.push_back(card_);
     const auto handles = group_->meetingPoint().parseHandles(texts, false);
-    std::vector<Member> doors;
-    for (size_t door = 0; door < cards.size(); ++door) {
-      doors.push_back(engine::MemberAgreement::memberOf(handles[door], cards[door]));
+    std::vector<Member> others;
+    for (size_t other = 0; other < cards.size(); ++other) {
+      others.push_back(engine::MemberAgreement::memberOf(handles[other], cards[other]));
     }
-    agreement_.knock(doors, timeout);
+    agreement_.join(others, timeout);
     return install({}, deadline);
   });
 }
 
-size_t ElasticMembers::numKnocks() {
+void ElasticMembers::hear(const std::string& card) {
   const std::lock_guard lock(group_->meetingMutex_);
-  return translated([&] { return agreement_.numKnocks(); });
+  translated([&] { agreement_.hear(card); });
+}
+
+size_t ElasticMembers::numNewcomers() {
+  const std::lock_guard lock(group_->meetingMutex_);
+  return translated([&] { return agreement_.numNewcomers(); });
 }
 
 ElasticMembers::Members ElasticMembers::agree(int64_t committed, int64_t voted,

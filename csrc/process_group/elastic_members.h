@@ -35,10 +35,12 @@ class ElasticMembers {
   const std::string& card() const { return card_; }
   // The first members, in the order of their ranks; each calls this with the same cards. Blocks.
   Members begin(const std::vector<std::string>& cards, int64_t step, Nanoseconds timeout);
-  // A newcomer: asks these members to be let in, until it is. Blocks.
+  // A newcomer: waits until these members let it in. They have to be told of its card: hear(). Blocks.
   Members join(const std::vector<std::string>& cards, Nanoseconds timeout);
-  // How many newcomers wait. Answers what others have asked meanwhile.
-  size_t numKnocks();
+  // A process with this card wants to become a member: agree() lets it in, if one of the members has heard of it.
+  void hear(const std::string& card);
+  // How many such processes wait. Answers what others have asked meanwhile.
+  size_t numNewcomers();
   // The group has failed, or newcomers wait: agrees on the next members, and gives the group these. `committed`,
   // `voted`: the last step that this rank has committed, and voted for. Blocks.
   Members agree(int64_t committed, int64_t voted, Nanoseconds timeout);

@@ -17,14 +17,6 @@ void Agreement::begin(Generation first) {
   current_ = std::move(first);
 }
 
-void Agreement::knock(std::vector<Member> members, Nanoseconds now) {
-  state_ = State::Agreeing;
-  doors_ = std::move(members);
-  agreeingSince_ = nextRetry_ = now;
-  pause_ = rules_.longestRetry / 2;
-  tick(now);
-}
-
 void Agreement::setProgress(int64_t committed, int64_t voted) {
   committed_ = committed;
   voted_ = voted;
@@ -48,15 +40,9 @@ void Agreement::suspect(MemberId who, Suspicion how, Nanoseconds now) {
 }
 
 void Agreement::tick(Nanoseconds now) {
-  if (state_ != State::Agreeing || now < nextRetry_) return;
+  if (state_ != State::Agreeing || current_.number == 0 || now < nextRetry_) return;
   nextRetry_ = now + pause_;
   pause_ = std::min(2 * pause_, rules_.longestRetry);
-  if (current_.number == 0) {
-    for (const Member& door : doors_) {
-      if (!suspects_.contains(door.id)) send(door, {.kind = Kind::Knock, .newcomers = {me_}});
-    }
-    return;
-  }
   revoke(now);
 }
 
@@ -66,14 +52,6 @@ void Agreement::onMessage(MemberId from, const Message& message, Nanoseconds now
   // without it.
   if (from != me_.id && suspects_.contains(from) && isMember(from)) return;
   switch (message.kind) {
-    case Kind::Knock: {
-      if (current_.number == 0) return;
-      // It has missed that it was let in.
-      if (const Member* member = current_.find(from)) {
-        return send(*member, {.kind = Kind::Commit, .decided = current_});
-      }
-      return addNewcomers(message.newcomers);
-    }
     case Kind::Commit:
     case Kind::Current: return learn(message.decided, now);
     case Kind::Prepare: learn(message.decided, now); break;

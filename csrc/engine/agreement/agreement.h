@@ -62,7 +62,6 @@ struct Ballot {
 
 struct Message {
   enum class Kind : uint8_t {
-    Knock,     // of a newcomer: `newcomers` is itself
     Revoke,    // the generation has ended: suspects, newcomers
     Prepare,   // the leader asks: ballot; decided: the generation that it ends
     Promise,   // ballot, suspects, newcomers, committed, voted; acceptedBallot and decided, if one was accepted
@@ -72,7 +71,7 @@ struct Message {
     Current,   // an answer to a member that is behind: decided: the generation that the sender is in
     Minority,  // the leader tells that too few are there
   };
-  Kind kind = Kind::Knock;
+  Kind kind = Kind::Revoke;
   uint64_t generation = 0;  // that the sender is in
   Ballot ballot{};
   Suspects suspects{};
@@ -113,8 +112,10 @@ class Agreement {
 
   // The first generation; all its members call this with the same one.
   void begin(Generation first);
-  // A newcomer: asks these members, again and again.
-  void knock(std::vector<Member> members, Nanoseconds now);
+  // This process is none of the members yet, and waits until it is.
+  void awaitFirst() { state_ = State::Agreeing; }
+  // A process wants to become a member. The members have to be told of it in time: start() then lets it in.
+  void hear(const Member& newcomer) { addNewcomers({newcomer}); }
   // The last step that this member has committed, and the last one that it has voted for. Before start().
   void setProgress(int64_t committed, int64_t voted);
   // The group has failed, or newcomers wait: the generation ends.
@@ -167,7 +168,6 @@ class Agreement {
   Generation current_;
   Suspects suspects_;
   std::map<MemberId, Member> newcomers_;
-  std::vector<Member> doors_;  // whom a newcomer asks
   int64_t committed_ = 0, voted_ = 0;
   Nanoseconds agreeingSince_ = 0, nextRetry_ = 0, pause_ = 0;
   // As a member.
