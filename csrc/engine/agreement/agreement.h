@@ -136,6 +136,8 @@ class Agreement {
   const Generation& current() const { return current_; }
   size_t numNewcomers() const { return newcomers_.size(); }
   const Suspects& suspects() const { return suspects_; }
+  // When tick() has something to do; while agreeing.
+  Nanoseconds nextTick() const { return nextRetry_; }
   // On whom this one waits, for an error text.
   std::vector<MemberId> awaited() const;
 
