@@ -101,6 +101,8 @@ class World {
     std::map<std::pair<uint64_t, int64_t>, std::set<MemberId>> votes;
     double stoppedUntil = 0, awakeSince = 0;
     double tickAt = -1;
+    std::optional<double> agreeingSince;
+    int knocks = 0;
     std::vector<std::function<void()>> whileStopped, whileComputing;
     bool isOut() const { return agreement.state() == Agreement::State::Out; }
     bool isAgreeing() const { return agreement.state() == Agreement::State::Agreeing; }
@@ -137,6 +139,10 @@ class World {
   }
   Process& find(MemberId id) { return *processes_.at(id - 1); }
 
+  void log(const std::string& text) {
+    if (isTraced_) std::printf("%9.1f %s\n", now_, text.c_str());
+  }
+
   // --- faults ---
   void planFault(double when) {
     lastFault_ = std::max(lastFault_, when);
@@ -168,6 +174,7 @@ class World {
   void crash(Process& dead) {
     if (!dead.isAlive) return;
     dead.isAlive = false;
+    log(fmt::format("{} dies", dead.id));
     for (auto& other : processes_) {
       if (other->isAlive) seeDeath(*other, dead);
     }
@@ -190,21 +197,27 @@ class World {
   }
   void cut(size_t one, size_t other, double from, double to) {
     cuts_.push_back({one, other, from, to});
+    log(fmt::format("hosts {} and {} are cut until {:.0f}", one, other, to));
     for (auto& p : processes_) {
       for (auto& q : processes_) {
         if ((p->host != one || q->host != other) && (p->host != other || q->host != one)) continue;
-        later(kHostTimeout * uniform(0.97, 1.05), [this, &p = *p, &q = *q, to] {
-          if (!p.isAlive || to <= now_) return;
-          suspect(p, q.id, Suspicion::Silent);
-          // It says so, and is heard when the link is back.
-          if (to < kForEver) at(to + uniform(0.1, 3), [this, &p, &q] { suspect(q, p.id, Suspicion::Silent); });
-        });
+        noticeSilence(*p, *q, to);
       }
     }
+  }
+  void noticeSilence(Process& process, Process& other, double to) {
+    later(kHostTimeout * uniform(0.97, 1.05), [this, &process, &other, to] {
+      if (!process.isAlive || to <= now_) return;
+      suspect(process, other.id, Suspicion::Silent);
+      // It says so, and is heard when the link is back.
+      if (to >= kForEver) return;
+      at(to + uniform(0.1, 3), [=, this, &process, &other] { suspect(other, process.id, Suspicion::Silent); });
+    });
   }
   void stop(Process& process, double length) {
     if (!process.isAlive) return;
     process.stoppedUntil = now_ + length;
+    log(fmt::format("{} stops for {:.0f}", process.id, length));
     later(length, [this, &process, length] { resume(process, length); });
     if (!evicts_ || length <= kLongestStop) return;
     for (auto& other : processes_) {
@@ -252,6 +265,7 @@ class World {
       ++kills_;
       lastFault_ = std::max(lastFault_, now_);
     }
+    if (!isVote && isTraced_) log(fmt::format("    {} -> {} {}", from.id, to.id, static_cast<int>(kind)));
     if (mine != nullptr && mine->whom == 0) crash(to);
     if (to.isAlive) read();
     if (mine != nullptr && mine->whom == 1) crash(to);
@@ -313,7 +327,13 @@ class World {
       Process& receiver = find(to.id);
       send(process, receiver, message.kind, [this, &receiver, bytes] { receive(receiver, bytes); }, false);
     }
-    if (process.isOut()) return;
+    if (process.isOut()) {
+      log(fmt::format("{} is out: {}", process.id, process.agreement.whyOut()));
+      later(uniform(1, 100), [this, &process] { crash(process); });  // it exits
+      return;
+    }
+    if (!process.isAgreeing()) process.agreeingSince.reset();
+    if (process.isAgreeing() && !process.agreeingSince) process.agreeingSince = now_;
     if (now.number != process.generation) installed(process, now);
     if (process.isAgreeing() && process.tickAt < now_ && process.isMember()) {
       process.tickAt = std::max(now_ + 0.001, static_cast<double>(process.agreement.nextTick()) * 1e-6);
@@ -347,6 +367,7 @@ class World {
     if (!options_.believesResets && process.awakeSince > 0 && now_ - process.awakeSince < 100) {
       how = Suspicion::Silent;
     }
+    log(fmt::format("{} takes {} for {}", process.id, who, how == Suspicion::Dead ? "dead" : "silent"));
     act(process, [&] { process.agreement.suspect(who, how, nanoseconds(now_)); });
   }
   void installed(Process& process, const Generation& now) {
@@ -357,6 +378,9 @@ class World {
     if (process.generation > 0 && process.step > now.step) {
       throw Violation("a member is told that a step does not count that it has committed");
     }
+    std::string names;
+    for (const Member& member : now.members) names += fmt::format(" {}", member.id);
+    log(fmt::format("{}: generation {} of{}, step {}", process.id, now.number, names, now.step));
     process.generation = now.number;
     process.step = process.voted = now.step;
     for (const auto& other : processes_) {
@@ -369,12 +393,15 @@ class World {
     for (const Member& member : now.members) {
       Process& other = find(member.id);
       if (!other.isAlive) seeDeath(process, other);
+      if (const Cut* cut = cutBetween(process.host, other.host)) noticeSilence(process, other, cut->to);
     }
     if (!process.isAgreeing()) compute(process, uniform(1, 30));
   }
   void knock(Process& newcomer) {
     if (!newcomer.isAlive || newcomer.isMember() || newcomer.isOut()) return;
     if (newcomer.agreement.state() == Agreement::State::Working) newcomer.agreement.awaitFirst();
+    // Some member may not hear it, and hinder the others.
+    if (++newcomer.knocks > 10) return crash(newcomer);
     std::vector<Process*> members;
     for (auto& process : processes_) {
       if (process->isAlive && process->isMember() && !process->isOut()) members.push_back(process.get());
@@ -393,7 +420,10 @@ class World {
     std::set<uint64_t> numbers;
     for (const auto& process : processes_) {
       if (!process->isAlive || !process->isMember() || process->isOut()) continue;
-      if (process->isAgreeing()) throw Violation("somebody still waits in the end");
+      if (process->isAgreeing() && now_ - *process->agreeingSince > 15000) {
+        throw Violation("somebody still waits in the end");
+      }
+      if (process->isAgreeing()) continue;
       numbers.insert(process->generation);
       ++goingOn_;
       for (const Member& member : process->agreement.current().members) {
@@ -409,6 +439,7 @@ class World {
   size_t hosts_ = 0;
   bool isLazy_ = false;  // a member that computes reads its messages when it is done
   bool evicts_ = false;
+  const bool isTraced_ = std::getenv("AGREEMENT_TRACE") != nullptr;
   double now_ = 0, lastFault_ = 0;
   uint64_t numEvents_ = 0;
   size_t kills_ = 0, goingOn_ = 0;
@@ -437,6 +468,10 @@ std::optional<Found> search(uint64_t first, uint64_t count, Options options, siz
   return std::nullopt;
 }
 
+uint64_t firstSeed() {
+  const char* text = std::getenv("AGREEMENT_SEED");
+  return text == nullptr ? 0 : std::strtoull(text, nullptr, 10);
+}
 uint64_t numSeeds() {
   if (const char* text = std::getenv("AGREEMENT_SEEDS")) return std::strtoull(text, nullptr, 10);
   return std::getenv("ALL_SEEDS") != nullptr ? 1'000'000 : 6'000;
@@ -444,9 +479,9 @@ uint64_t numSeeds() {
 
 TEST(AgreementTest, JobsAgreeWhateverHappens) {
   size_t kills = 0;
-  const auto found = search(0, numSeeds(), {}, &kills);
-  EXPECT_FALSE(found) << "seed " << found->seed << ": " << found->what;
-  EXPECT_GT(kills, numSeeds() / 20) << "the adversary does not reach the agreement";
+  const auto found = search(firstSeed(), numSeeds(), {}, &kills);
+  ASSERT_FALSE(found) << "seed " << found->seed << ": " << found->what;
+  EXPECT_GT(kills, numSeeds() / 10) << "the adversary does not reach the agreement";
 }
 
 struct Mutant {
