@@ -72,7 +72,9 @@ void Agreement::onMessage(MemberId from, const Message& message, Nanoseconds now
       return start(now);
     }
     case Kind::Prepare: {
-      if (message.ballot < promised_) return;
+      if (message.ballot < promised_) {
+        return send({from, {}}, {.kind = Kind::Refused, .ballot = promised_});
+      }
       enter(now);
       promised_ = message.ballot;
       Message promise{.kind = Kind::Promise,
@@ -94,6 +96,8 @@ void Agreement::onMessage(MemberId from, const Message& message, Nanoseconds now
       addNewcomers(message.newcomers);
       return decide(now);
     }
+    // The next attempt will be higher. Not at once: two leaders would hinder each other for ever.
+    case Kind::Refused: promised_ = std::max(promised_, message.ballot); return;
     case Kind::Accept: {
       if (message.ballot < promised_ && !rules_.acceptsOldBallots) return;
       enter(now);

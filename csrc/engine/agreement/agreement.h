@@ -65,6 +65,7 @@ struct Message {
     Revoke,    // the generation has ended: suspects, newcomers
     Prepare,   // the leader asks: ballot; decided: the generation that it ends
     Promise,   // ballot, suspects, newcomers, committed, voted; acceptedBallot and decided, if one was accepted
+    Refused,   // in place of Promise: ballot: a higher one that was promised before
     Accept,    // ballot; decided: the next generation
     Accepted,  // ballot
     Commit,    // decided: the next generation

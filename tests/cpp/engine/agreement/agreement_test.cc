@@ -487,16 +487,16 @@ TEST(AgreementTest, JobsAgreeWhateverHappens) {
 struct Mutant {
   const char* name;
   std::function<void(Options&)> plant;
+  uint64_t firstSeed = 0;
 };
 class AgreementMutantTest : public testing::TestWithParam<Mutant> {};
 
 TEST_P(AgreementMutantTest, EachRuleIsNeeded) {
   Options options;
   GetParam().plant(options);
-  const auto found = search(0, 200'000, options);
+  const auto found = search(GetParam().firstSeed, 100'000, options);
   ASSERT_TRUE(found) << "nothing goes wrong without the rule";
-  RecordProperty("seed", std::to_string(found->seed));
-  std::printf("%s: seed %lu: %s\n", GetParam().name, found->seed, found->what.c_str());
+  RecordProperty("found", fmt::format("seed {}: {}", found->seed, found->what));
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -510,7 +510,8 @@ INSTANTIATE_TEST_SUITE_P(
         Mutant{"EitherHalfGoesOn", [](Options& o) { o.rules.needsNoFirst = true; }},
         Mutant{"OneAnswerLess", [](Options& o) { o.rules.commitsWithoutAll = true; }},
         Mutant{"KnocksOutliveGenerations", [](Options& o) { o.rules.keepsKnocks = true; }},
-        Mutant{"ResetsAreBelieved", [](Options& o) { o.believesResets = true; }}),
+        // Rare: none of the seeds before shows it.
+        Mutant{"ResetsAreBelieved", [](Options& o) { o.believesResets = true; }, 102'000}),
     [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
