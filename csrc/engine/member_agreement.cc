@@ -143,7 +143,8 @@ void MemberAgreement::lookForLosses(Nanoseconds now) {
       stoppedSince_.erase(id);
     } else if (now - stoppedSince_.emplace(id, now).first->second > kLongestStop) {
       // It could write into the memory of others when it is continued, so they may go on only after its death.
-      SMDDP_LOG(Warn, "engine", "{} has been stopped for {} s, and is killed: the others go on without it",
+      SMDDP_LOG(Warn, "engine",
+                "{} has been stopped for {} s, and is killed: the others go on without it",
                 waited.describe(), kLongestStop / 1'000'000'000);
       ::kill(waited.introduction.pid, SIGKILL);
       stoppedSince_[id] = now;
@@ -206,7 +207,8 @@ void MemberAgreement::run(Nanoseconds timeout) {
         if (!deadline.passed(point_.engine().process().clock())) return false;
         std::string waits;
         for (const MemberId id : agreement_.awaited()) {
-          waits += fmt::format("{}{}", waits.empty() ? "" : ", ", describe(agreement_.current(), id));
+          waits +=
+              fmt::format("{}{}", waits.empty() ? "" : ", ", describe(agreement_.current(), id));
         }
         raise(ErrorKind::Timeout, "the members did not agree within {:.1f} s who goes on{}{}",
               static_cast<double>(timeout) * 1e-9, waits.empty() ? "" : ": no answer from ", waits);

@@ -227,10 +227,8 @@ bool Agreement::mayGoOn(const std::set<MemberId>& present, const Suspects& known
     if (rules_.ignoresTheDead && isDead && !present.contains(member.id)) continue;
     ++size;
   }
-  const bool hasFirst =
-      present.contains(current_.members.front().id) ||
-      rules_.needsNoFirst ||
-      (rules_.ignoresTheDead && known.contains(current_.members.front().id));
+  const bool hasFirst = present.contains(current_.members.front().id) || rules_.needsNoFirst ||
+                        (rules_.ignoresTheDead && known.contains(current_.members.front().id));
   return unsure == 0 || 2 * present.size() > size || (2 * present.size() == size && hasFirst);
 }
 

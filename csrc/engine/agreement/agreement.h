@@ -62,14 +62,14 @@ struct Ballot {
 
 struct Message {
   enum class Kind : uint8_t {
-    Revoke,    // the generation has ended: suspects, newcomers
-    Prepare,   // the leader asks: ballot; decided: the generation that it ends
-    Promise,   // ballot, suspects, newcomers, committed, voted; acceptedBallot and decided, if one was accepted
+    Revoke,   // the generation has ended: suspects, newcomers
+    Prepare,  // the leader asks: ballot; decided: the generation that it ends
+    Promise,  // ballot, suspects, newcomers, committed, voted; acceptedBallot and decided, if one was accepted
     Refused,   // in place of Promise: ballot: a higher one that was promised before
     Accept,    // ballot; decided: the next generation
     Accepted,  // ballot
     Commit,    // decided: the next generation
-    Current,   // an answer to a member that is behind: decided: the generation that the sender is in
+    Current,  // an answer to a member that is behind: decided: the generation that the sender is in
     Minority,  // the leader tells that too few are there
   };
   Kind kind = Kind::Revoke;
@@ -85,18 +85,20 @@ struct Message {
 
 // The rules, so that the simulator can show what each is for. All others use the defaults.
 struct Rules {
-  Nanoseconds grace = 9'000'000'000;  // how long a part that may be the smaller one waits for news of the others
-  Nanoseconds retry = 100'000'000;    // the pause before messages are sent again; it doubles up to longestRetry
+  Nanoseconds grace =
+      9'000'000'000;  // how long a part that may be the smaller one waits for news of the others
+  Nanoseconds retry =
+      100'000'000;  // the pause before messages are sent again; it doubles up to longestRetry
   Nanoseconds longestRetry = 1'000'000'000;
   // For the simulator only: what goes wrong without a rule.
-  bool ignoresTheDead = false;            // who is certainly dead does not count among the members
-  bool ignoresAccepted = false;           // a new leader does not ask what has been accepted
-  bool acceptsOldBallots = false;         // also after it has promised a higher one
-  bool takesHighestStep = false;          // the highest committed step counts, whoever has voted
-  bool silenceBecomesDeath = false;       // a member that was silent may count as dead later
-  bool keepsKnocks = false;               // newcomers' wishes outlive a generation
-  bool needsNoFirst = false;              // half of the members may go on without the first one
-  bool commitsWithoutAll = false;         // the leader waits for one answer less
+  bool ignoresTheDead = false;       // who is certainly dead does not count among the members
+  bool ignoresAccepted = false;      // a new leader does not ask what has been accepted
+  bool acceptsOldBallots = false;    // also after it has promised a higher one
+  bool takesHighestStep = false;     // the highest committed step counts, whoever has voted
+  bool silenceBecomesDeath = false;  // a member that was silent may count as dead later
+  bool keepsKnocks = false;          // newcomers' wishes outlive a generation
+  bool needsNoFirst = false;         // half of the members may go on without the first one
+  bool commitsWithoutAll = false;    // the leader waits for one answer less
 };
 
 class Agreement {
