@@ -146,6 +146,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
         "engine/operations",
         "engine/groups",
         "engine/progress",
+        "engine/agreement",
         "engine",
     },
     "process_group/device": {

@@ -7,7 +7,6 @@
 
 #include "common/interrupt.h"
 #include "engine/process/capabilities.h"
-#include "transport/transport.h"
 
 namespace smddp::engine {
 namespace {
