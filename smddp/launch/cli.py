@@ -10,8 +10,8 @@
 Here `smddprun` runs torchrun; with --elastic it starts the ranks itself (`supervisor.py`). In the
 last form it sets the variables that `torch.distributed` reads from those that mpirun or srun set;
 then it replaces itself by the command that follows on its command line.
-`smddpmprun` is the same program. Both accept -i and --allow-bypass, options of SageMaker's launcher:
--i tells the ranks the instance type of a distribution, and --allow-bypass has no effect.
+`smddpmprun` is the same program. Both accept -i and --allow-bypass, options of SageMaker's
+launcher: -i tells the ranks the instance type of a distribution, and --allow-bypass has no effect.
 
 A rank that mpirun starts runs this before its script imports torch, so it imports no torch itself.
 """

@@ -8,18 +8,18 @@ host writes that when one of the host's processes has died.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from datetime import timedelta
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = ["SPARE", "await_place", "key_of_spare"]
 
 SPARE = "SMDDP_ELASTIC_SPARE"
+_PERIOD = 0.01  # seconds
 
 
 def key_of_spare(host: int, number: int) -> str:
@@ -45,9 +45,8 @@ def await_place(store: Store) -> None:
     if number is None:
         return
     key = key_of_spare(int(os.environ["GROUP_RANK"]), int(number))
+    # Not wait(), which hears no signal, and warns at each time-out.
     while not store.check([key]):
-        # In pieces, because torch hears no signal while it waits.
-        with contextlib.suppress(RuntimeError):
-            store.wait([key], timedelta(seconds=1))
+        time.sleep(_PERIOD)
     os.environ.update(json.loads(store.get(key)))
     del os.environ[SPARE]

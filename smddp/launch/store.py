@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Serves until the input ends."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     address, port, *descriptor = sys.argv[1:]
     store = TCPStore(
