@@ -52,6 +52,7 @@ class Child:
         self.process = process
         self.pid = process.pid
         self.last_words = ""  # the last line that it wrote to its standard error
+        self.is_smddprun = False  # it has said so there
 
 
 class Children:
@@ -184,6 +185,7 @@ class Children:
         for line in lines:
             if is_error and line.strip():
                 child.last_words = line.decode(errors="replace").strip()
+                child.is_smddprun |= line.startswith(b"smddprun: ")
         begin = child.label.encode()
         self._write(2 if is_error else 1, b"".join(begin + line + b"\n" for line in lines))
         self._unfinished[stream] = rest

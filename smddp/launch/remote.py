@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from smddp.launch.processes import Child, Children, die_with_parent, how_it_ended
+from smddp.launch.processes import GRACE, Child, Children, die_with_parent, how_it_ended
 
 __all__ = ["main", "start_on_hosts", "variables_to_pass"]
 
@@ -101,7 +101,8 @@ def start_on_hosts(
         for child in ended:
             code = child.process.returncode
             how = f"{names[child]}: smddprun there {how_it_ended(code)}"
-            if is_elastic and (code < 0 or code == _LOST) and children.running:
+            is_lost = child.is_smddprun and (code < 0 or code == _LOST)
+            if is_elastic and is_lost and children.running:
                 sys.stderr.write(f"smddprun: {how}: the other hosts go on\n")
             elif code and not status:
                 sys.stderr.write(f"smddprun: {how}{_hint(code)}; the other hosts are ended\n")
@@ -126,7 +127,7 @@ def _end(children: Children) -> None:
     for child in children.running:
         assert child.process.stdin is not None
         child.process.stdin.close()
-    children.end(children.running)
+    children.end(children.running, grace=GRACE + 10)  # theirs, and a while
 
 
 def main() -> NoReturn:

@@ -187,14 +187,14 @@ class _Supervisor:
         if host.index == 0:
             # Opened here, so that a port in use is known at once, and ranks may connect before
             # the store has begun.
-            everywhere = "" if host.hosts > 1 else host.address
-            is_ipv6 = ":" in host.address
+            everywhere = host.hosts > 1
+            is_dual = everywhere and socket.has_dualstack_ipv6()
             try:
                 listener = socket.create_server(
-                    (everywhere, port),
-                    family=socket.AF_INET6 if is_ipv6 or not everywhere else socket.AF_INET,
+                    ("" if everywhere else host.address, port),
+                    family=socket.AF_INET6 if is_dual or ":" in host.address else socket.AF_INET,
                     backlog=1024,
-                    dualstack_ipv6=not everywhere,
+                    dualstack_ipv6=is_dual,
                 )
             except OSError as error:
                 raise SystemExit(

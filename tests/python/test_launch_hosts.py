@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import programs
 import psutil
 import pytest
+from ranks import reserved_port
 
 from smddp.launch import cli, hostfile, remote
 
@@ -23,7 +25,8 @@ _SSH = """#!/bin/sh
 host=$1
 shift
 echo "$$ $*" > FOLDER/ssh-$host
-SMDDP_NODE_ID=$host exec sh -c "$*"
+SMDDP_NODE_ID=$host sh -c "$*"
+exit $?
 """
 _LATER = """
 import os, pathlib, signal, sys, time
@@ -39,12 +42,14 @@ await_files("ready0", "ready1", "ready2")
 
 
 @pytest.fixture
-def ssh(tmp_path: Path) -> str:
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     file = tmp_path / "ssh"
     file.write_text(_SSH.replace("FOLDER", str(tmp_path)))
     file.chmod(0o755)
     (tmp_path / "hosts").write_text("localhost slots=2\n127.0.0.1 slots=1\n")
-    return str(file)
+    with reserved_port() as port:
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        yield str(file)
 
 
 def command(tmp_path: Path, ssh: str, script: str, *options: str) -> list[str]:
@@ -89,8 +94,6 @@ def test_all_hosts(elastic: list[str], tmp_path: Path, ssh: str) -> None:
 @pytest.mark.parametrize("end", ["sys.exit(3)", "os.kill(os.getppid(), signal.SIGKILL)"])
 def test_a_host_that_fails_ends_the_others(end: str, tmp_path: Path, ssh: str) -> None:
     script = _LATER + f"if os.environ['RANK'] == '2': {end}\ntime.sleep(60)\n"
-    # Where a supervisor is killed, the shell of ssh tells a signal by a status.
-    (tmp_path / "ssh").write_text((tmp_path / "ssh").read_text().replace("exec sh", "sh"))
     ended = programs.run(*command(tmp_path, ssh, script, "--elastic"))
     assert ended.returncode == (3 if "exit" in end else 128 + signal.SIGKILL)
     status = f"127.0.0.1: smddprun there ended with status {ended.returncode}"
@@ -101,7 +104,7 @@ def test_a_host_that_fails_ends_the_others(end: str, tmp_path: Path, ssh: str) -
 def test_an_elastic_job_goes_on_without_a_host_that_is_lost(tmp_path: Path, ssh: str) -> None:
     """As ssh does, the script says by 255 that the connection is lost."""
     file = tmp_path / "ssh"
-    file.write_text(file.read_text().replace("exec sh -c", "sh -c") + "exit 255\n")
+    file.write_text(file.read_text().replace("exit $?", "exit 255"))
     script = _LATER + (
         "if os.environ['RANK'] == '2': os.kill(os.getppid(), signal.SIGKILL)\n"
         "pid = (folder / 'ready2').read_text()\n"
@@ -148,7 +151,7 @@ def test_a_command_that_passes_no_input(tmp_path: Path, ssh: str) -> None:
     assert ended.returncode == 1
     assert "the command of --ssh does not pass on its standard input" in ended.stderr
     file.write_text("#!/bin/sh\necho no route >&2\nexit 255\n")
-    ended = programs.run(*command(tmp_path, ssh, ""))
+    ended = programs.run(*command(tmp_path, ssh, "", "--elastic"))
     assert ended.returncode == 255
     assert "no route" in ended.stderr
     assert "ended with status 255 (ssh says so if it cannot connect)" in ended.stderr
