@@ -612,6 +612,29 @@ name_of_ranks = _name(
     "smp.init, to let ranks make their own groups only,",
     "the name of a group that its ranks make alone. Without it each rank makes all groups",
 )
+_MEMBERS = "smddp.elastic, for models in DDP,"
+update_group_of_ddp = _reader(
+    "torch.nn.parallel.DistributedDataParallel._update_process_group",
+    _MEMBERS,
+    "a method: DDP goes on with a group whose members have changed, also after a backward pass that "
+    "has failed",
+)
+push_parameters_of_reducer = _reader(
+    "torch._C._distributed_c10d.Reducer._push_all_rebuilt_params",
+    _MEMBERS,
+    "a method: the next buckets have the parameters in their order. The others of DDP's reducer "
+    "here are called with it, by Kept.change_members",
+)
+rebuild_buckets_of_reducer = _reader(
+    "torch._C._distributed_c10d.Reducer._rebuild_buckets",
+    _MEMBERS,
+    "a method: makes these buckets, on all ranks",
+)
+reset_reducer = _reader(
+    "torch._C._distributed_c10d.Reducer._reset_state",
+    _MEMBERS,
+    "a method: the buckets are made again after the next step",
+)
 call_when_cuda_starts = _name(
     "torch.cuda._lazy_call",
     "smddp, to choose the GPU of a rank,",

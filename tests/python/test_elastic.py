@@ -1,0 +1,195 @@
+"""Training that goes on when ranks die, and that others join: smddp.elastic."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(
+        not hasattr(dist.ProcessGroup, "reconfigure"),
+        reason="this release of torch cannot change members",
+    ),
+]
+
+LAYOUTS = ["3", "1+1+1", "2+1"]
+SAMPLES, BATCH = 64, 12
+
+
+class Samples(Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(8, generator=generator, dtype=torch.float64)
+        return x, x[:2].sin(), index
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 2))
+    return net.double()
+
+
+class Counted(nn.Module):
+    """A net with a buffer that counts forward passes, as that of BatchNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return self.net(x)
+
+
+def digest(module: nn.Module) -> str:
+    parts = [value.detach().numpy().tobytes() for value in module.state_dict().values()]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+class Training:
+    """A model in DDP with momentum and a schedule, and how a rank trains it."""
+
+    def __init__(self, **options: Any) -> None:
+        import smddp.elastic as elastic
+
+        self.job = elastic.init(**{"timeout": 20, "wait": 30} | options)
+        self.net = Counted()
+        # Small buckets, so that several are in flight.
+        self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.001)
+        self.optimizer, self.schedule = optimizer_of(self.net)
+        self.sampler = elastic.Sampler(SAMPLES, BATCH)
+        self.loader = DataLoader(Samples(), batch_sampler=self.sampler)
+        self.log: list[tuple[int, int]] = []
+
+    def keep(self) -> Training:
+        self.job.keep(self.model, self.optimizer, self.schedule, self.sampler)
+        return self
+
+    def run(self, steps: int, each: Any = lambda step: None) -> dict[str, Any]:
+        batches = self.job.batches(self.loader)
+        for step in self.job.steps(steps):
+            with step:
+                each(step)
+                x, y, index = next(batches)
+                self.optimizer.zero_grad()
+                (self.model(x) - y).square().sum(1).mean().backward()
+                ids = torch.tensor([int((1 << index).sum())])
+                dist.all_reduce(ids)
+                self.optimizer.step()
+                self.schedule.step()
+            if step.committed:
+                self.log.append((step.index, int(ids)))
+        return {
+            "digest": digest(self.net),
+            "weights": [one.detach().clone() for one in self.net.parameters()],
+            "passes": int(self.net.passes),
+            "lr": self.schedule.get_last_lr(),
+            "log": self.log,
+            "pid": os.getpid(),
+            "size": self.job.size,
+        }
+
+
+def optimizer_of(net: nn.Module) -> tuple[Any, Any]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5)
+    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+
+
+def samples_of(step: int) -> list[int]:
+    """Returns the samples that a step takes, whoever the members are."""
+    found = []
+    for number in range(step * BATCH, (step + 1) * BATCH):
+        epoch, index = divmod(number, SAMPLES)
+        generator = torch.Generator().manual_seed(epoch)
+        found.append(int(torch.randperm(SAMPLES, generator=generator)[index]))
+    return found
+
+
+def oracle(steps: int) -> list[torch.Tensor]:
+    """Returns the weights after the same steps in one process."""
+    net = make_net()
+    optimizer, schedule = optimizer_of(net)
+    data = Samples()
+    for step in range(steps):
+        x, y, _ = zip(*(data[index] for index in samples_of(step)), strict=True)
+        optimizer.zero_grad()
+        (net(torch.stack(x)) - torch.stack(y)).square().sum(1).mean().backward()
+        optimizer.step()
+        schedule.step()
+    return [one.detach() for one in net.parameters()]
+
+
+def check(values: list[dict[str, Any]], steps: int, first: int = 0) -> None:
+    """Asserts that all survivors have trained what one process trains."""
+    assert len({value["digest"] for value in values}) == 1
+    for value in values:
+        assert value["passes"] == steps
+        expected = [(step, sum(1 << one for one in samples_of(step))) for step in range(steps)]
+        signed = [(step, ids - (1 << 64) if ids >= 1 << 63 else ids) for step, ids in expected]
+        assert value["log"] == signed[len(signed) - len(value["log"]) :]
+        assert value["lr"] == [pytest.approx(0.2 * 0.97**steps)]
+        for mine, theirs in zip(value["weights"], oracle(steps), strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def _trains(steps: int) -> dict[str, Any]:
+    return Training().keep().run(steps)
+
+
+@pytest.mark.parametrize("layout", ["1", *LAYOUTS])
+def test_without_a_fault(layout: str) -> None:
+    check(ranks.check_ranks(_trains, layout, 12), 12)
+
+
+def kill_later(seconds: float) -> None:
+    """Lets a process of its own kill this one, at any moment."""
+    parent = os.getpid()
+    if os.fork() == 0:
+        time.sleep(seconds)
+        os.kill(parent, signal.SIGKILL)
+        os._exit(0)
+
+
+def _dies_at_random(steps: int, seed: int, victims: int) -> dict[str, Any]:
+    training = Training().keep()
+    rng = random.Random(seed)
+    dying = rng.sample(range(training.job.size), victims)
+    at = [rng.uniform(0.0, 0.25) for _ in dying]
+    if training.job.rank in dying:
+        kill_later(at[dying.index(training.job.rank)])
+    return training.run(steps)
+
+
+@pytest.mark.parametrize("seed", ranks.rotating_or_all(list(range(40)), 3))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_deaths_at_random_moments(layout: str, seed: int) -> None:
+    steps, victims = 150, 1 + seed % 2
+    outcomes = ranks.run_ranks(_dies_at_random, layout, steps, seed, victims)
+    survivors = [one for one in outcomes if one.status != -signal.SIGKILL]
+    for one in survivors:
+        assert one.returned, one
+        assert one.value["pid"] == one.pid
+    assert len(survivors) >= 3 - victims
+    check([one.value for one in survivors], steps)
