@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "process_group/errors.h"
+#include "process_group/hooks.h"
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
 namespace smddp::process_group {
@@ -15,7 +16,26 @@ using engine::agreement::Member;
 ElasticMembers::ElasticMembers(c10::intrusive_ptr<ProcessGroup> group, Nanoseconds grace)
     : group_(std::move(group)),
       card_(group_->get_reconfigure_handle()),
-      agreement_(group_->meetingPoint(), card_, grace) {}
+      agreement_(group_->meetingPoint(), card_, grace) {
+  const std::lock_guard lock(group_->meetingMutex_);
+  group_->outlivesLosses_ = true;
+}
+
+// The loss of a member is no failure, unless there is no agreement. So abort hooks, such as the one with which the
+// Flight Recorder writes its dump for seconds, do not run before that.
+template <typename Action>
+auto ElasticMembers::orFailed(const Action& action) {
+  const std::lock_guard lock(group_->meetingMutex_);
+  try {
+    const Members members = translated(action);
+    if (members.out.empty()) return members;
+    HookThread::ofThisProcess().groupFailed(group_->hooks_, false);
+    return members;
+  } catch (const BackendError&) {
+    HookThread::ofThisProcess().groupFailed(group_->hooks_, false);
+    throw;
+  }
+}
 
 ElasticMembers::Members ElasticMembers::begin(const std::vector<std::string>& cards, int64_t step,
                                               Nanoseconds timeout) {
@@ -61,8 +81,7 @@ size_t ElasticMembers::numNewcomers() {
 
 ElasticMembers::Members ElasticMembers::agree(int64_t committed, int64_t voted,
                                               Nanoseconds timeout) {
-  const std::lock_guard lock(group_->meetingMutex_);
-  return translated([&] {
+  return orFailed([&] {
     const Deadline deadline = Deadline::after(clock_, timeout);
     const Generation before = agreement_.state().current();
     agreement_.agree(committed, voted, timeout);

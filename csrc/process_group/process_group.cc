@@ -497,7 +497,8 @@ void ProcessGroup::changeMembers(const std::vector<bootstrap::Handle>& handles, 
   store_ = nullptr;
   if (isDefault_) setLogRank(rank_);
 #ifdef C10D_BACKEND_HAS_HOOKS
-  if (hasAbortHooks_) watchForBreak(*members());
+  hooks_->hasFailed = false;
+  if (hasAbortHooks_ && !outlivesLosses_) watchForBreak(*members());
 #endif
   for (const auto& old : before) {
     engine_->destroyGroup(old, "changed the members of the group (reconfigure)");

@@ -259,7 +259,8 @@ class ProcessGroup : public c10d::Backend {
   Residuals residuals_;
   const std::shared_ptr<Hooks> hooks_ = std::make_shared<Hooks>();
   std::atomic<bool> hasAbortHooks_{false};  // or has had some
-  const engine::groups::GroupSpec spec_;    // as the group began
+  bool outlivesLosses_ = false;  // ElasticMembers says when it has failed; guarded by meetingMutex_
+  const engine::groups::GroupSpec spec_;  // as the group began
   const bool isDefault_ = false;
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   friend class ElasticMembers;
