@@ -43,10 +43,11 @@ def register_backend(create: Callable[[Any, Any], Any]) -> None:
     dist.Backend.register_backend(BACKEND_NAME, create, extended_api=True, devices=devices)
     # Here, so that functions which the script registers run before it, and may still communicate.
     atexit.register(leave_groups)
+    print_lines_at_once()
+    # The programs that a rank starts inherit both. Their errors are not those of the rank.
     if "SMDDPRUN" in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ:
-        print_lines_at_once()
-        # The programs that a rank starts inherit both. Their errors are not those of the rank.
-        if os.environ.setdefault("SMDDPRUN_RANK", str(os.getpid())) == str(os.getpid()):
+        first = os.environ.setdefault("SMDDPRUN_RANK", str(os.getpid()))
+        if first == str(os.getpid()):
             _record_errors()
     global _replaced
     _replaced = replaced = os.environ.get("SMDDP_INSTEAD_OF", "")

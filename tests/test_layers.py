@@ -42,6 +42,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
     # The rooms of the engine, lowest first.
     "engine/memory": {"plan", "transport", "transport/shm"},
     "engine/observe": {"transport/shm"},
+    "engine/agreement": {"bootstrap"},
     "engine/process": {
         "reduction",
         "transport",
@@ -122,6 +123,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
         "engine/team",
         "engine/groups",
         "engine/progress",
+        "engine/agreement",
     },
     "store": {"bootstrap"},
     "c_interface": {
@@ -144,6 +146,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
         "engine/operations",
         "engine/groups",
         "engine/progress",
+        "engine/agreement",
         "engine",
     },
     "process_group/device": {

@@ -18,6 +18,7 @@
 #include "process_group/comm_tensors.h"
 #include "process_group/device/calls.h"
 #include "process_group/device/gpu_process_group.h"
+#include "process_group/elastic_members.h"
 #include "process_group/errors.h"
 #include "process_group/mailbox.h"
 #include "process_group/message_codec.h"
@@ -202,6 +203,50 @@ void bindMailbox(py::module& m) {
       .def("flush", &Mailbox::flush, Release());
 }
 
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+void bindElasticMembers(py::module& m) {
+  using smddp::process_group::ElasticMembers;
+  using Members = ElasticMembers::Members;
+  using Release = py::call_guard<py::gil_scoped_release>;
+  const auto nanoseconds = [](double seconds) {
+    return static_cast<smddp::Nanoseconds>(seconds * 1e9);
+  };
+  py::class_<Members>(m, "Members")
+      .def_readonly("generation", &Members::number)
+      .def_readonly("rank", &Members::rank)
+      .def_readonly("cards", &Members::cards)
+      .def_readonly("step", &Members::step)
+      .def_readonly("left", &Members::left)
+      .def_readonly("came", &Members::came)
+      .def_readonly("out", &Members::out);
+  py::class_<ElasticMembers>(m, "ElasticMembers")
+      .def(py::init([nanoseconds](const c10::intrusive_ptr<ProcessGroup>& group, double grace) {
+             const py::gil_scoped_release release;
+             return std::make_unique<ElasticMembers>(group, nanoseconds(grace));
+           }),
+           py::arg("group"), py::arg("grace") = 9.0)
+      .def("card", &ElasticMembers::card)
+      .def(
+          "begin",
+          [nanoseconds](ElasticMembers& self, const std::vector<std::string>& cards, int64_t step,
+                        double timeout) { return self.begin(cards, step, nanoseconds(timeout)); },
+          py::arg("cards"), py::arg("step") = 0, py::arg("timeout") = 60.0, Release())
+      .def(
+          "join",
+          [nanoseconds](ElasticMembers& self, const std::vector<std::string>& cards,
+                        double timeout) { return self.join(cards, nanoseconds(timeout)); },
+          py::arg("cards"), py::arg("timeout"), Release())
+      .def("hear", &ElasticMembers::hear, py::arg("card"), Release())
+      .def("newcomers", &ElasticMembers::numNewcomers, Release())
+      .def(
+          "agree",
+          [nanoseconds](ElasticMembers& self, int64_t committed, int64_t voted, double timeout) {
+            return self.agree(committed, voted, nanoseconds(timeout));
+          },
+          py::arg("committed"), py::arg("voted"), py::arg("timeout"), Release());
+}
+#endif
+
 // The codec of the mailbox, for messages over other backends.
 void bindMessageCodec(py::module& m) {
   const auto bytesIn = [](const at::Tensor& tensor) -> std::span<const std::byte> {
@@ -292,6 +337,9 @@ PYBIND11_MODULE(_C, m) {
   bindProcessGroup(m);
   bindCallOrder(m);
   bindMailbox(m);
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  bindElasticMembers(m);
+#endif
   bindMessageCodec(m);
   bindSettings(m);
 }

@@ -1,5 +1,5 @@
 // What processes tell one another to become a group without a store or a group that they are in: the handle, by which
-// others find a process, and the notes that the members of a new group send to one another (engine/peer_meeting.h).
+// others find a process, and the notes that the members of a new group send to one another (engine/peer_meeting.cc).
 // Both come from other processes.
 #pragma once
 

@@ -40,6 +40,10 @@ class HostWatch {
   // The process has answered.
   void onEcho() { processSilence_ = 0; }
   Silence silence() const;
+  // True if the host was looked at in the last `gap`, and has not been silent for that long.
+  bool isInContact(Nanoseconds now, Nanoseconds gap) const {
+    return lookedAt_ > 0 && now - lookedAt_ < gap && hostSilence_ < gap;
+  }
   // Called in a forked child.
   void close() noexcept {
     for (Attempt& attempt : attempts_) attempt.socket = FileDescriptor();

@@ -259,8 +259,14 @@ void Lifeline::onLaterBytes(Connections::iterator it) {
   std::array<std::byte, 64> bytes;
   const auto got = ::recv(it->second.socket.get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-  if (got < 0) return fail(it, "its connection broke: " + textOf(errno));
-  if (got == 0) return fail(it, "its process ended");
+  if (got < 0) {
+    // A process that gives this one up says so before it closes its end, but a reset overtakes that. It can do so only
+    // after a silence.
+    const bool isDead =
+        errno == ECONNRESET && it->second.watch.isInContact(clock_.now(), options_.hostTimeout / 4);
+    return fail(it, "its connection broke: " + textOf(errno), isDead);
+  }
+  if (got == 0) return fail(it, "its process ended", /*isDead=*/true);
   const std::span<const std::byte> heard(bytes.data(), static_cast<size_t>(got));
   const auto other = std::find_if(heard.begin(), heard.end(),
                                   [](std::byte byte) { return byte != kProbe && byte != kEcho; });
@@ -305,11 +311,11 @@ Silence Lifeline::silenceOf(const ProcessId& process) const {
   return it != connections_.end() ? it->second.watch.silence() : Silence{};
 }
 
-void Lifeline::fail(Connections::iterator it, const std::string& cause) {
+void Lifeline::fail(Connections::iterator it, const std::string& cause, bool isDead) {
   const ProcessId process = it->second.peer;
   drop(it);
   // Without a hello the peer is all zeros, and belongs to no entry.
-  if (peers_.contains(process)) depart(process, false, cause);
+  if (peers_.contains(process)) depart(process, false, cause, isDead);
 }
 
 // Handles a connection that failed before the peer's hello. If our hello may have been late, because this process did
@@ -322,12 +328,13 @@ void Lifeline::failHandshake(Connections::iterator it, const std::string& cause)
   dial(process);
 }
 
-void Lifeline::depart(const ProcessId& process, bool orderly, const std::string& cause) {
+void Lifeline::depart(const ProcessId& process, bool orderly, const std::string& cause,
+                      bool isDead) {
   Peer& peer = peers_.at(process);
   if (peer.state == Peer::Departed) return;
   const bool wasReached = peer.state == Peer::Connected;
   peer.state = Peer::Departed;
-  departures_.push_back({process, orderly, wasReached, cause});
+  departures_.push_back({process, orderly, wasReached, isDead && wasReached, cause});
   SMDDP_LOG(Debug, "bootstrap", "no lifeline to {} any more: {}", peer.description, cause);
 }
 

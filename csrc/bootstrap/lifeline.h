@@ -52,6 +52,8 @@ class Lifeline {
     ProcessId process;
     bool orderly;     // it sent a goodbye
     bool wasReached;  // it was connected before
+    // It has died. Else, and if not orderly, it may be alive: cut off from this host, or given up.
+    bool isDead;
     std::string cause;
   };
 
@@ -136,9 +138,10 @@ class Lifeline {
   void onLaterBytes(Connections::iterator it);
   void admit(Connections::iterator it);
   void confirm(Connections::iterator it);
-  void fail(Connections::iterator it, const std::string& cause);
+  void fail(Connections::iterator it, const std::string& cause, bool isDead = false);
   void failHandshake(Connections::iterator it, const std::string& cause);
-  void depart(const ProcessId& process, bool orderly, const std::string& cause);
+  void depart(const ProcessId& process, bool orderly, const std::string& cause,
+              bool isDead = false);
   void drop(Connections::iterator it);
   Connections::iterator find(const ProcessId& process);
   Connections::const_iterator find(const ProcessId& process) const;

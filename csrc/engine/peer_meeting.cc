@@ -1,29 +1,24 @@
-#include "engine/peer_meeting.h"
-
+// Makes a group of processes that know one another's handles (bootstrap/handle.h), which the caller has brought to all
+// of them: without a store, and without a group that they are in. So the members of a process group can change.
 #include <algorithm>
+#include <deque>
 #include <map>
+#include <memory>
 #include <optional>
+#include <string>
 #include <string_view>
-#include <thread>
 #include <utility>
+#include <vector>
 
 #include "bootstrap/locality.h"
-#include "common/interrupt.h"
 #include "common/log.h"
 #include "engine/calls/break.h"
 #include "engine/groups/meeting.h"
-#include "engine/process/capabilities.h"
+#include "engine/meeting_point.h"
 
 namespace smddp::engine {
-namespace {
 
 using bootstrap::MeetingNote;
-using groups::GroupRegistry;
-
-// The notes of a process that sends for ever do not fill the memory.
-constexpr size_t kMaxNotes = 1 << 16;
-
-}  // namespace
 
 // Every member sends each other one its entry, and when it has joined, that it has. Each sends one note in each round,
 // or instead why it cannot; who gets that gives up, too.
@@ -35,7 +30,7 @@ class PeerMeeting final : public groups::Meeting {
   PeerMeeting(MeetingPoint& point, const groups::GroupSpec& spec,
               const std::vector<bootstrap::Handle>& members, int64_t uuid, Nanoseconds timeout)
       : point_(point),
-        engine_(point.engine_),
+        engine_(point.engine()),
         members_(members),
         uuid_(uuid),
         me_(static_cast<size_t>(spec.me)),
@@ -87,17 +82,7 @@ class PeerMeeting final : public groups::Meeting {
   std::vector<std::string> meetPeers() {
     bootstrap::checkAgreement(introductions_);
     process::Process& process = engine_.process();
-    // Not on the owner: to map memory takes a while.
-    for (const auto& other : introductions_) {
-      std::string why;
-      const auto& mine = introductions_[me_];
-      if (other.nodeName != mine.nodeName || other.processId == mine.processId) continue;
-      if (process.tryMap(other, &why)) continue;
-      raise(ErrorKind::Transport,
-            "{} is on this host, but its memory cannot be reached: {}; give each container a "
-            "SMDDP_NODE_ID of its own",
-            bootstrap::describe(other), why);
-    }
+    point_.mapMates(introductions_);
     const std::vector<bootstrap::ProbeReport> nothingFailed(introductions_.size());
     const auto locality =
         bootstrap::decideLocality(introductions_, nothingFailed, static_cast<Rank>(me_));
@@ -118,59 +103,49 @@ class PeerMeeting final : public groups::Meeting {
     const auto blob = bootstrap::serialise(note);
     engine_.progress().call([&] {
       for (size_t rank = 0; rank < peers_.size(); ++rank) {
-        if (peers_[rank] == nullptr || peers_[rank]->lost) continue;
-        GroupRegistry::sendNote(*peers_[rank], members_[rank].mailbox, blob);
+        if (peers_[rank] == nullptr) continue;
+        point_.send(*peers_[rank], members_[rank].mailbox, MeetingPoint::Topic::Change, blob);
       }
     });
   }
 
   // Waits until all members have sent their note of this round, and can tell when one another is gone.
   void wait() {
-    // Usually all come at the same time: from one look to the next little time is lost at first.
-    std::chrono::microseconds pause(50);
-    constexpr std::chrono::microseconds kLongestPause(5000);
     std::optional<Deadline> deadline;
-    for (;;) {
-      bool isOver = false;
-      engine_.progress().callAndRunContinuations([&] {
-        process::Process& process = engine_.process();
-        if (!deadline) deadline = Deadline::after(process.clock(), timeout_);
-        process.poll();
-        process.peers().check();
-        takeNotes();
-        isOver = missing().empty() && process.peers().unconnectedAmong(introductions_).empty();
-        if (isOver) return;
-        checkPeers(process.peers());
-        if (deadline->passed(process.clock())) raiseMissing(process.peers());
-      });
-      if (isOver) break;
-      checkInterrupt();
-      std::this_thread::sleep_for(pause);
-      pause = std::min(pause * 2, kLongestPause);
-    }
+    point_.waitUntil([&] {
+      process::Process& process = engine_.process();
+      if (!deadline) deadline = Deadline::after(process.clock(), timeout_);
+      takeNotes();
+      if (missing().empty() && process.peers().unconnectedAmong(introductions_).empty())
+        return true;
+      checkPeers(process.peers());
+      if (deadline->passed(process.clock())) raiseMissing(process.peers());
+      return false;
+    });
   }
 
   // Reads those of this change. Some may be of its next round: their senders have all of this one.
   void takeNotes() {
-    for (const auto& note : engine_.takeNotes(point_.mailbox_)) {
-      if (point_.notes_.size() >= kMaxNotes) break;
-      point_.notes_.push_back({note.from, bootstrap::parseNote(note.bytes)});
+    for (const auto& note : point_.take(MeetingPoint::Topic::Change)) {
+      if (point_.changeNotes_.size() >= MeetingPoint::kMaxNotes) break;
+      point_.changeNotes_.push_back({note.from, bootstrap::parseNote(note.bytes)});
     }
-    std::erase_if(point_.notes_, [this](const auto& note) {
+    std::erase_if(point_.changeNotes_, [this](const auto& note) {
       return note.note.uuid != uuid_ && point_.usedUuids_.contains(note.note.uuid);
     });
     // Before one of them ends this meeting: the next one reads the others.
-    const auto rankOf = [this](const MeetingPoint::Note& note) {
+    const auto rankOf = [this](const MeetingPoint::ChangeNote& note) {
       return static_cast<size_t>(std::ranges::find(peers_, note.from) - peers_.begin());
     };
-    const auto ofOthers = [&](const MeetingPoint::Note& note) {
+    const auto ofOthers = [&](const MeetingPoint::ChangeNote& note) {
       return note.note.uuid != uuid_ || rankOf(note) == peers_.size();
     };
-    const auto first = std::stable_partition(point_.notes_.begin(), point_.notes_.end(), ofOthers);
-    std::deque<MeetingPoint::Note> mine(std::make_move_iterator(first),
-                                        std::make_move_iterator(point_.notes_.end()));
-    point_.notes_.erase(first, point_.notes_.end());
-    for (const auto& note : point_.notes_) {
+    const auto first =
+        std::stable_partition(point_.changeNotes_.begin(), point_.changeNotes_.end(), ofOthers);
+    std::deque<MeetingPoint::ChangeNote> mine(std::make_move_iterator(first),
+                                              std::make_move_iterator(point_.changeNotes_.end()));
+    point_.changeNotes_.erase(first, point_.changeNotes_.end());
+    for (const auto& note : point_.changeNotes_) {
       if (rankOf(note) < peers_.size()) otherUuids_[rankOf(note)] = note.note.uuid;
     }
     for (auto& note : mine) read(rankOf(note), std::move(note.note));
@@ -254,45 +229,6 @@ class PeerMeeting final : public groups::Meeting {
   uint32_t round_ = 0;
   bool othersKnow_ = false;  // that this rank has failed
 };
-
-MeetingPoint::MeetingPoint(Engine& engine)
-    : engine_(engine), mailbox_([&] {
-        uint64_t number = 0;
-        engine.progress().call([&] { number = engine.process().newGroupId(); });
-        return number;
-      }()) {}
-
-std::string MeetingPoint::makeHandle(uint32_t changes, Rank rank) const {
-  const std::string host = process::addressForPeers(engine_.settings);
-  bootstrap::Handle handle{{}, mailbox_, changes, rank};
-  engine_.progress().call([&] {
-    engine_.process().openFabric(1, host);
-    handle.introduction = engine_.process().introduce({});
-  });
-  return bootstrap::textOf(handle, Seal(engine_.settings.jobToken.text));
-}
-
-std::vector<bootstrap::Handle> MeetingPoint::parseHandles(const std::vector<std::string>& texts,
-                                                          bool isSet) const {
-  const Seal seal(engine_.settings.jobToken.text);
-  std::vector<bootstrap::Handle> handles;
-  std::set<uint64_t> mailboxes;
-  for (const std::string& text : texts) {
-    handles.push_back(bootstrap::parseHandle(text, seal));
-    if (!mailboxes.insert(handles.back().mailbox).second) {
-      raise(ErrorKind::Usage, "the handle of {} is there twice",
-            bootstrap::describe(handles.back().introduction));
-    }
-  }
-  if (!mailboxes.contains(mailbox_)) {
-    raise(ErrorKind::Usage,
-          "none of the {} handles is that of this rank; only members of the new group call "
-          "reconfigure()",
-          texts.size());
-  }
-  if (isSet) bootstrap::sortHandles(handles);
-  return handles;
-}
 
 std::shared_ptr<groups::Group> MeetingPoint::meet(groups::GroupSpec spec,
                                                   const std::vector<bootstrap::Handle>& members,

@@ -457,48 +457,52 @@ void ProcessGroup::watchForBreak(const Members& of) {
 #endif
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
 engine::MeetingPoint& ProcessGroup::meetingPoint() const {
+  requireOpen();
   if (!meetingPoint_) meetingPoint_.emplace(*engine_);
   return *meetingPoint_;
 }
 
 c10d::ReconfigureHandle ProcessGroup::get_reconfigure_handle() const {
-  requireOpen();
   const std::lock_guard lock(meetingMutex_);
   return translated([&] { return meetingPoint().makeHandle(changes_, getRank()); });
 }
 
 intrusive_ptr<c10d::Work> ProcessGroup::reconfigure(const c10d::ReconfigureOptions& options) {
-  requireOpen();
   const auto* set = std::get_if<std::unordered_set<c10d::ReconfigureHandle>>(&options.handles);
   const auto texts = set ? std::vector<std::string>(set->begin(), set->end())
                          : std::get<std::vector<c10d::ReconfigureHandle>>(options.handles);
   const Nanoseconds timeout =
       options.timeout ? nanosecondsOf(*options.timeout) : effectiveTimeout(c10d::kUnsetTimeout);
   const std::lock_guard lock(meetingMutex_);
-  const auto group = translated([&] {
+  translated([&] {
     const auto handles = meetingPoint().parseHandles(texts, set != nullptr);
-    auto made = meetingPoint().meet(spec_, handles, options.uuid, timeout);
-    engine::chooseWire(*engine_, made, timeout);
-    return made;
+    changeMembers(handles, options.uuid, timeout);
   });
+  return c10::make_intrusive<Work>(rank_, engine_, group(),
+                                   Work::Call(c10d::OpType::UNKNOWN, "smddp:reconfigure", {}, {}));
+}
+
+void ProcessGroup::changeMembers(const std::vector<bootstrap::Handle>& handles, int64_t uuid,
+                                 Nanoseconds timeout) {
+  const auto made = meetingPoint().meet(spec_, handles, uuid, timeout);
+  engine::chooseWire(*engine_, made, timeout);
   ++changes_;
   const auto before = engineGroups();
-  setMembers(group);
-  rank_ = group->spec.me;
-  size_ = group->spec.size;
+  setMembers(made);
+  rank_ = made->spec.me;
+  size_ = made->spec.size;
   globalRanks_.resize(static_cast<size_t>(size_));
   std::iota(globalRanks_.begin(), globalRanks_.end(), 0);
   // Its host may be one of those that are gone.
   store_ = nullptr;
   if (isDefault_) setLogRank(rank_);
 #ifdef C10D_BACKEND_HAS_HOOKS
-  if (hasAbortHooks_) watchForBreak(*members());
+  hooks_->hasFailed = false;
+  if (hasAbortHooks_ && !outlivesLosses_) watchForBreak(*members());
 #endif
   for (const auto& old : before) {
     engine_->destroyGroup(old, "changed the members of the group (reconfigure)");
   }
-  return c10::make_intrusive<Work>(rank_, engine_, group,
-                                   Work::Call(c10d::OpType::UNKNOWN, "smddp:reconfigure", {}, {}));
 }
 #endif
 #if SMDDP_TORCH_VERSION_MINOR >= 15

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "engine/engine.h"
-#include "engine/peer_meeting.h"
+#include "engine/meeting_point.h"
 #include "process_group/call_order.h"
 #include "process_group/device_calls.h"
 #include "process_group/residuals.h"
@@ -259,10 +259,15 @@ class ProcessGroup : public c10d::Backend {
   Residuals residuals_;
   const std::shared_ptr<Hooks> hooks_ = std::make_shared<Hooks>();
   std::atomic<bool> hasAbortHooks_{false};  // or has had some
-  const engine::groups::GroupSpec spec_;    // as the group began
+  bool outlivesLosses_ = false;  // ElasticMembers says when it has failed; guarded by meetingMutex_
+  const engine::groups::GroupSpec spec_;  // as the group began
   const bool isDefault_ = false;
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
+  friend class ElasticMembers;
+  // Both with meetingMutex_ held.
   engine::MeetingPoint& meetingPoint() const;
+  void changeMembers(const std::vector<bootstrap::Handle>& handles, int64_t uuid,
+                     Nanoseconds timeout);
   mutable std::mutex meetingMutex_;                           // held by reconfigure()
   mutable std::optional<engine::MeetingPoint> meetingPoint_;  // guarded by meetingMutex_
   uint32_t changes_ = 0;                                      // guarded by meetingMutex_

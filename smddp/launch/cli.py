@@ -2,14 +2,16 @@
 
     smddprun -n 4 --nodes 2 train.py             4 ranks here, which play 2 nodes
     smddprun --hostfile hosts train.py           on each host: the ranks that the file gives it
+    smddprun --hostfile hosts --ssh train.py     on one host: the ranks of all hosts
     smddprun --distribution dist.json train.py   the ranks that a SageMaker estimator asks for
+    smddprun --elastic -n 4 train.py             4 ranks, each of which is started again by itself
     mpirun -n 8 smddprun python train.py         one of 8 ranks, which mpirun starts
 
-In the first three forms `smddprun` runs torchrun. In the last one it sets the variables
-that `torch.distributed` reads from those that mpirun or srun set; then it replaces itself by the
-command that follows on its command line. `smddpmprun` is the same program. Both accept -i and
---allow-bypass, options of SageMaker's launcher: -i tells the ranks the instance type of a
-distribution, and --allow-bypass has no effect.
+Here `smddprun` runs torchrun; with --elastic it starts the ranks itself (`supervisor.py`). In the
+last form it sets the variables that `torch.distributed` reads from those that mpirun or srun set;
+then it replaces itself by the command that follows on its command line.
+`smddpmprun` is the same program. Both accept -i and --allow-bypass, options of SageMaker's
+launcher: -i tells the ranks the instance type of a distribution, and --allow-bypass has no effect.
 
 A rank that mpirun starts runs this before its script imports torch, so it imports no torch itself.
 """
@@ -30,9 +32,17 @@ from smddp.launch.environment import (
     print_lines_at_once,
     sources,
 )
-from smddp.launch.hostfile import hosts_of_file, node_of_this_host
 from smddp.launch.layout import ranks_of_nodes, sizes_of_nodes
 from smddp.launch.rendezvous import UNKNOWN_HOST, complete_rendezvous
+from smddp.launch.starts import (
+    RESTARTS,
+    command_of_rank,
+    hosts_of_job,
+    index_among,
+    ranks_of_host,
+    start_all_hosts,
+    start_supervisor,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -48,6 +58,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="smddprun",
         usage="smddprun -n RANKS [options] script.py ...\n"
         "       smddprun --hostfile FILE [options] script.py ...        (on each of the hosts)\n"
+        "       smddprun --hostfile FILE --ssh[=COMMAND] [options] script.py ...  (on one host)\n"
         "       smddprun --distribution JSON|FILE [options] script.py ...\n"
         "       mpirun -n RANKS smddprun [--instead-of BACKENDS] command ...",
         description="Starts ranks on this machine, by torchrun; or, under mpirun or srun, sets the "
@@ -87,10 +98,38 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "on the CPU",
     )
     parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="start a rank again by itself when a signal has killed it, or it has ended with "
+        "status 75; the others go on, by smddp.elastic",
+    )
+    parser.add_argument(
+        "--spares",
+        type=int,
+        metavar="K",
+        help="with --elastic: so many processes wait on this host to take the place of one that is "
+        "lost",
+    )
+    parser.add_argument(
         "--max-restarts",
         type=int,
-        default=0,
-        help="how often all ranks are started again when one fails (default 0)",
+        help="how often all ranks are started again when one fails (default 0); with --elastic: "
+        f"how often in a minute the same rank is (default {RESTARTS})",
+    )
+    parser.add_argument(
+        "--ssh",
+        metavar="COMMAND",
+        help="with --hostfile: start the ranks of all hosts from this one, by a command that takes "
+        "a host and a command line and passes on its standard input. --ssh without = means ssh",
+    )
+    parser.add_argument(
+        "-x",
+        dest="export",
+        metavar="NAME[=VALUE]",
+        action="append",
+        default=[],
+        help="with --ssh: a variable that all hosts get, besides those that begin with SMDDP_, "
+        "NCCL_ or FI_",
     )
     parser.add_argument(
         "--dry-run",
@@ -101,8 +140,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--allow-bypass", action="store_true", help=argparse.SUPPRESS)
     # A rank of those that this command starts: the ranks of the nodes.
     parser.add_argument("--node-of-rank", help=argparse.SUPPRESS)
+    # For a host that --ssh starts: what is in the host file.
+    parser.add_argument("--hosts", help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what the ranks run")
-    return parser.parse_args(list(arguments))
+    # An optional value would take the script for it.
+    words = list(arguments)
+    options = parser.parse_args(["--ssh=ssh" if word == "--ssh" else word for word in words])
+    options.command = words[len(words) - len(options.command) :]
+    return options
 
 
 def _torchrun(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -112,11 +157,7 @@ def _torchrun(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         ValueError: options contradict each other, or a file is wrong.
         OSError: a file cannot be read.
     """
-    if options.hostfile is not None and options.nodes is not None:
-        raise ValueError("--nodes and --hostfile exclude each other: both say what the nodes are")
-    if options.hostfile is None and options.node_rank is not None:
-        raise ValueError("--node-rank needs --hostfile")
-    hosts = [] if options.hostfile is None else hosts_of_file(options.hostfile)
+    hosts = hosts_of_job(options)
     ranks: int | None = options.ranks
     where = ["--standalone"]
     if hosts:
@@ -129,33 +170,13 @@ def _torchrun(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     else:
         layout = ranks_of_nodes(ranks, options.nodes)
         count = str(sum(layout))
-    command = _command(options)
+    command = command_of_rank(options)
     if len(layout) > 1:
         nodes = "+".join(map(str, layout))
         command = [sys.executable, "-m", "smddp.launch", "--node-of-rank", nodes, *command]
     arguments = [*where, "--tee", "3", "--nproc-per-node", count]
-    arguments += ["--max-restarts", str(options.max_restarts)]
+    arguments += ["--max-restarts", str(options.max_restarts or 0)]
     return [*arguments, "--no-python", *command], variables
-
-
-def _command(options: argparse.Namespace) -> list[str]:
-    """Returns what a rank runs.
-
-    Raises:
-        ValueError: it is a script or a program that does not exist.
-    """
-    import shutil
-
-    command = list(options.command)
-    if command[0] == "--" and len(command) > 1:
-        del command[0]
-    if command[0].endswith(".py"):
-        if not options.dry_run and not os.path.exists(command[0]):
-            raise ValueError(f"there is no file {command[0]}")
-        command.insert(0, sys.executable)
-    elif not options.dry_run and shutil.which(command[0]) is None:
-        raise ValueError(f"there is no program {command[0]} that can be run")
-    return command
 
 
 def _with_distribution(
@@ -183,24 +204,8 @@ def _place_among(
     Raises:
         ValueError: this host is not one of them, or its number of ranks is said twice.
     """
-    node = options.node_rank
-    if node is None:
-        node = node_of_this_host([host for host, _ in hosts])
-    elif not 0 <= node < len(hosts):
-        raise ValueError(
-            f"--node-rank {node}: {options.hostfile} has {len(hosts)} hosts, with numbers from 0"
-        )
-    host, slots = hosts[node]
-    ranks: int | None = slots or options.ranks
-    if options.ranks not in (None, ranks):
-        raise ValueError(
-            f"{options.hostfile} gives {host} {slots} slots, but -n asks for {options.ranks} ranks"
-        )
-    if ranks is None and options.distribution is None:
-        raise ValueError(
-            f"{options.hostfile} does not say how many ranks {host} has: write slots=N there, or "
-            "give -n"
-        )
+    node = index_among(hosts, options)
+    ranks = ranks_of_host(hosts, node, options)
     if len(hosts) == 1:
         return ranks, ["--standalone"]
     # The static rendezvous of torchrun keeps the order of the hosts, which that of c10d does not.
@@ -266,9 +271,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.instead_of is not None:
             instead_of(options.instead_of)
             variables["SMDDP_INSTEAD_OF"] = options.instead_of
-        if options.max_restarts < 0:
+        if (options.max_restarts or 0) < 0:
             raise ValueError("--max-restarts must be at least 0")
+        if options.spares is not None and not options.elastic:
+            raise ValueError("--spares needs --elastic")
+        if options.export and options.ssh is None:
+            raise ValueError("-x needs --ssh: ranks of this host get all variables")
         asked = (options.ranks, options.nodes, options.hostfile, options.distribution)
+        if options.ssh is not None or options.elastic:
+            _warn_of_several_jobs(options)
+            start = start_supervisor if options.ssh is None else start_all_hosts
+            start(options, variables)
+            return
         if any(value is not None for value in (*asked, options.node_rank)):
             torchrun, more = _torchrun(options)
             variables |= more
@@ -279,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "start ranks again"
             )
         else:
-            command = _command(options)
+            command = command_of_rank(options)
             if not options.dry_run:
                 _prepare_rank(options)
     except ValueError as error:
@@ -319,8 +333,10 @@ def _warn_of_several_jobs(options: argparse.Namespace) -> None:
 
     With a host file they are the agents of one job.
     """
+    if not (options.hostfile is options.hosts is None):
+        return
     started, rank = first_of(sources("WORLD_SIZE")), first_of(sources("RANK"))
-    if options.hostfile is None and rank == "0" and started.isdecimal() and int(started) > 1:
+    if rank == "0" and started.isdecimal() and int(started) > 1:
         sys.stderr.write(
             f"smddprun: mpirun or srun has started {started} processes, and each of them starts a "
             "job of its own: leave out the number of ranks, or give a host file\n"

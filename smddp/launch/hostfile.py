@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "hosts_of_file",
+    "hosts_of_words",
     "node_of_this_host",
 ]
 
@@ -47,6 +48,12 @@ def hosts_of_file(path: str) -> list[tuple[str, int | None]]:
     if not hosts:
         raise ValueError(f"{path} names no host")
     return _without_repetitions(hosts)
+
+
+def hosts_of_words(text: str) -> list[tuple[str, int | None]]:
+    """Returns hosts from "[host]:4,[host]:0", each with its number of ranks; 0 stands for None."""
+    pairs = [_host_and_slots(word) for word in text.split(",")]
+    return [(host, int(slots) or None) for host, slots in pairs]
 
 
 def _without_repetitions(lines: Sequence[tuple[str, int | None]]) -> list[tuple[str, int | None]]:

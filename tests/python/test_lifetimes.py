@@ -209,7 +209,8 @@ def _fail(how: str) -> None:
             # The other rank may still use this one's memory.
             memory += _fail_in(CALLS["all_reduce"])
             gc.collect()
-            assert not any(one.expired() for one in memory)
+            # The places in `memory` tell which call has lost its own.
+            assert not [place for place, one in enumerate(memory) if one.expired()]
     else:
         ranks.await_ranks("begun", 1)
         if how == "a call that waits":

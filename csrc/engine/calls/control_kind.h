@@ -12,6 +12,6 @@ inline constexpr uint8_t kAnswer = transport::kFirstEngineKind + 3;
 inline constexpr uint8_t kBuffered = transport::kFirstEngineKind + 4;
 inline constexpr uint8_t kLeft = transport::kFirstEngineKind + 5;
 inline constexpr uint8_t kTrouble = transport::kFirstEngineKind + 6;
-inline constexpr uint8_t kNote = transport::kFirstEngineKind + 7;  // peer_meeting.h
+inline constexpr uint8_t kNote = transport::kFirstEngineKind + 7;  // meeting_point.h
 
 }  // namespace smddp::engine::calls

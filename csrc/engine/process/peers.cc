@@ -87,6 +87,7 @@ void Peers::check() {
       const auto found = peers_.find(departure.process);
       if (found == peers_.end()) return;
       found->second->isUnreached |= !departure.wasReached && !found->second->lost;
+      found->second->isGone |= departure.orderly || departure.isDead;
       lose(*found->second, !departure.orderly, departure.cause);
     });
   }
@@ -96,6 +97,7 @@ void Peers::check() {
     if (!peer->mate || peer->died) continue;
     const auto life = transport::shm::lifeOf(*peer->mate);
     if (life == transport::shm::Life::Running) continue;
+    peer->isGone = true;
     lose(*peer, life == transport::shm::Life::Died, transport::shm::describeLife(*peer->mate));
   }
 }

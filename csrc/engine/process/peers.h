@@ -37,7 +37,8 @@ struct Peer {
   transport::ChannelTable* table = nullptr;
   // Why no further message will come from it, once known.
   std::optional<std::string> lost;
-  bool died = false;          // lost without having left in order
+  bool died = false;          // lost without having left in order; its host may only be silent
+  bool isGone = false;        // certainly: it has ended or left in order, and does nothing any more
   bool isUnreached = false;   // the reason why it is lost: there never was a connection to it
   bool isHostSilent = false;  // the reason why it is lost
   Nanoseconds lostAt = 0;
