@@ -26,12 +26,18 @@ folder = pathlib.Path(sys.argv[1])
 rank, starts = os.environ.get("RANK"), int(os.environ.get("SMDDP_ELASTIC", -1))
 
 def tell(name):
-    (folder / name).write_text(str(os.getpid()))
+    (folder / (name + ".new")).write_text(str(os.getpid()))
+    (folder / (name + ".new")).rename(folder / name)  # never an empty file
 
 def await_files(*names):
     end = time.monotonic() + 60
     while not all((folder / name).exists() for name in names):
         assert time.monotonic() < end, names
+        time.sleep(0.01)
+
+def await_end_of(name):
+    await_files(name)
+    while os.path.exists(f"/proc/{(folder / name).read_text()}"):
         time.sleep(0.01)
 
 def die(number=signal.SIGKILL):
@@ -136,11 +142,8 @@ def test_another_status_ends_the_job(tmp_path: Path) -> None:
 
 def test_the_status_is_passed_on_and_a_kill_comes_first(tmp_path: Path) -> None:
     """A script without smddp.elastic fails when another rank is killed."""
-    script = _FAILURE.replace("FAIL", "(tell('failed'), die()) if starts == 0 else None")
-    script += "\n"
-    script = script.replace(
-        "time.sleep(60)\n", "if rank == '0': await_files('failed'); sys.exit(3)\ntime.sleep(60)\n"
-    )
+    script = _FAILURE.replace("FAIL", "die()").replace("time.sleep(60)\n", "")
+    script += "if rank == '0': await_end_of('ready1'); sys.exit(3)\ntime.sleep(60)\n"
     ended = run(tmp_path, script, "-n", "3", "--max-restarts", "0")
     assert ended.returncode == 3
     pids = [(tmp_path / f"ready{rank}").read_text() for rank in range(2)]
@@ -170,8 +173,7 @@ def test_nothing_starts_again_when_the_job_is_done(tmp_path: Path) -> None:
     """It would wait for members that have ended."""
     script = (
         "if rank == '0': tell('pid'); sys.exit(0)\n"
-        "await_files('pid')\npid = int((folder / 'pid').read_text())\n"
-        "while os.path.exists(f'/proc/{pid}'): time.sleep(0.01)\n"
+        "await_end_of('pid')\n"
         "die()\n"
     )
     ended = run(tmp_path, script, "-n", "2")
@@ -237,7 +239,7 @@ def started(tmp_path: Path, script: str, *options: str) -> Iterator[subprocess.P
     )  # fmt: skip
     try:
         end = time.monotonic() + 60
-        while len(list(tmp_path.glob("ready*"))) < 2:
+        while len(list(tmp_path.glob("ready?"))) < 2:
             assert time.monotonic() < end
             time.sleep(0.01)
         yield job
@@ -268,7 +270,7 @@ def test_a_second_signal_kills_what_does_not_end(tmp_path: Path) -> None:
     )
     with started(tmp_path, script, "-n", "2") as job:
         job.terminate()
-        while len(list(tmp_path.glob("told*"))) < 2:
+        while len(list(tmp_path.glob("told?"))) < 2:
             time.sleep(0.01)
         assert job.poll() is None
         job.terminate()
