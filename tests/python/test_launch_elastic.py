@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -100,15 +101,17 @@ def _found(pattern: str, text: str) -> list[tuple[str, ...]]:
 def test_the_variables_are_those_of_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "show.py"
     script.write_text(
-        "import os\nfor name in os.environ:\n    print(f'{name}={os.environ[name]!r}')\n"
+        "import json, os, sys\nname = sys.argv[1] + os.environ['RANK']\n"
+        "with open(name, 'w') as file: json.dump(dict(os.environ), file)\n"
     )
     found = []
     for options in ([], ["--elastic"]):
-        command = ["-m", "smddp.launch", *options, "-n", "2", str(script)]
+        file = str(tmp_path / f"variables{len(options)}")
+        command = ["-m", "smddp.launch", *options, "-n", "2", str(script), file]
         ended = programs.run(*command, OMP_NUM_THREADS="3")
         assert ended.returncode == 0, ended.stderr
-        lines = re.findall(r"^\[rank (\d)\]: (\w+)=(.*)$", ended.stdout, re.M)
-        found.append({(rank, name): value for rank, name, value in lines})
+        texts = [(rank, json.loads(Path(file + rank).read_text())) for rank in "01"]
+        found.append({(rank, name): text[name] for rank, text in texts for name in text})
     torchrun, ours = found
     # Of the ranks; and what is another with each start, or says where the error goes.
     assert ours.keys() - torchrun.keys() == {(rank, "SMDDP_ELASTIC") for rank in "01"}
@@ -171,11 +174,7 @@ def test_others_go_on_without_what_is_given_up(tmp_path: Path) -> None:
 
 def test_nothing_starts_again_when_the_job_is_done(tmp_path: Path) -> None:
     """It would wait for members that have ended."""
-    script = (
-        "if rank == '0': tell('pid'); sys.exit(0)\n"
-        "await_end_of('pid')\n"
-        "die()\n"
-    )
+    script = "if rank == '0': tell('pid'); sys.exit(0)\nawait_end_of('pid')\ndie()\n"
     ended = run(tmp_path, script, "-n", "2")
     assert ended.returncode == 0
     assert "is not started again: others have ended with 0" in ended.stderr
