@@ -180,6 +180,17 @@ def test_nothing_starts_again_when_the_job_is_done(tmp_path: Path) -> None:
     assert "is not started again: others have ended with 0" in ended.stderr
 
 
+def test_what_waits_to_start_again_does_not_when_the_job_is_done(tmp_path: Path) -> None:
+    script = (
+        "if rank == '1': tell(f'start{starts}'); die()\n"
+        "await_end_of('start1')\n"  # the next start would be a second later
+    )
+    ended = run(tmp_path, script, "-n", "2")
+    assert ended.returncode == 0
+    assert ended.stderr.count("left") == 2
+    assert ended.stderr.count("came") == 1
+
+
 _SPARE = """
 from torch.distributed import TCPStore
 from smddp.launch.spare import await_place
@@ -204,7 +215,7 @@ print(rank, os.environ["LOCAL_RANK"], os.environ["SMDDP_NODE_ID"], starts, os.ge
 
 @pytest.mark.multiprocess
 def test_a_spare_takes_the_place(tmp_path: Path) -> None:
-    ended = run(tmp_path, _SPARE, "--nodes", "1+1", "--spares", "1")
+    ended = run(tmp_path, _SPARE, "--nodes", "1+1", "--spares", "1", RANK="7", LOCAL_RANK="7")
     assert ended.returncode == 0, ended.stderr
     pids = {name: (tmp_path / name).read_text() for name in ("rank0", "spare1", "spare2")}
     assert sorted(ended.stdout.splitlines()) == [
