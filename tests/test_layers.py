@@ -221,6 +221,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "smddp.torch": {INTERNALS, "smddp.launch", "smddp._registration"},
     "smddp._autoload": {"smddp._registration", "smddp.torch"},
     "smddp": {"smddp._version", "smddp._registration", "smddp._autoload", "smddp.torch"},
+    "smddp.elastic": {INTERNALS, "smddp.launch", "smddp._registration", "smddp.torch"},
     "smddp.numpy": {"smddp.launch"},
     "smddp.tensorflow": {"smddp.numpy"},
     "smddp.tools": {"smddp", "smddp.launch", "smddp.tools._spans", "smddp.torch"},

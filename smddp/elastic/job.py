@@ -316,8 +316,8 @@ class Job:
     def _before_forward(self, model: Any, _: Any) -> None:
         if self._step and self._step.has_voted and model.training and torch.is_grad_enabled():
             raise RuntimeError(
-                "smddp.elastic: DDP's forward after optimizer.step() in the same block, where a loss "
-                "would leave ranks with different weights: use a step for each, or let all "
+                "smddp.elastic: DDP's forward after optimizer.step() in the same block, where a "
+                "loss would leave ranks with different weights: use a step for each, or let all "
                 "backward passes come before the first optimizer.step()"
             )
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -31,7 +27,7 @@ pytestmark = [
 ]
 
 LAYOUTS = ["3", "1+1+1", "2+1"]
-SAMPLES, BATCH = 64, 12
+SAMPLES, BATCH = 64, 13  # uneven shares
 
 
 class Samples(Dataset[Any]):
@@ -193,3 +189,62 @@ def test_deaths_at_random_moments(layout: str, seed: int) -> None:
         assert one.value["pid"] == one.pid
     assert len(survivors) >= 3 - victims
     check([one.value for one in survivors], steps)
+
+
+def _starts_again(steps: int, seed: int, kills: int, min_ranks: int) -> dict[str, Any] | None:
+    """A place whose process is killed and started again, as by a launcher.
+
+    This process has the last one's part; its children are those that die.
+    """
+    rng = random.Random(seed)
+    dying = rng.sample(range(int(os.environ["WORLD_SIZE"])), kills)
+    at = [rng.uniform(0.0, 0.3) for _ in dying]
+    rank = int(os.environ["RANK"])
+    if rank in dying:
+        if (child := os.fork()) == 0:
+            training = Training(min_ranks=min_ranks).keep()
+            kill_later(at[dying.index(rank)])
+            training.run(steps)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] == 0:
+            return None  # it was not killed in time
+    training = Training(min_ranks=min_ranks)
+    try:
+        training.keep()
+    except SystemExit as error:
+        if error.code:
+            raise
+        return None  # the others were quicker
+    return training.run(steps)
+
+
+@pytest.mark.parametrize("seed", ranks.rotating_or_all(list(range(24)), 2))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_newcomers(layout: str, seed: int) -> None:
+    steps, kills, min_ranks = 300, 1 + seed % 2, (1, 2, 3)[seed % 3]
+    values = ranks.check_ranks(_starts_again, layout, steps, seed, kills, min_ranks)
+    check([value for value in values if value], steps)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_die_and_begin_at_the_file(layout: str, tmp_path: Path) -> None:
+    options = {"checkpoint": str(tmp_path / "file"), "every": 7}
+    values = ranks.check_ranks(_all_start_again, layout, 60, options)
+    check(values, 60)
+    assert len({len(value["log"]) for value in values}) == 1
+    assert len(values[0]["log"]) % 7 == 60 % 7
+    assert len(values[0]["log"]) < 60
+
+
+def _all_start_again(steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    def die(step: Any) -> None:
+        if step.index == 30 + int(os.environ["RANK"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if (child := os.fork()) == 0:
+        Training(**options).keep().run(steps, die)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    ranks.arrive("dead")
+    ranks.await_ranks("dead", 3)
+    return Training(**options).keep().run(steps)
