@@ -22,6 +22,7 @@ from smddp.elastic.kept import Kept
 from smddp.elastic.meeting import Meeting, connect, sum_of
 from smddp.elastic.sampler import Batches
 from smddp.launch.environment import complete_from_launcher
+from smddp.launch.spare import SPARE, await_place
 from smddp.torch import _load
 from smddp.torch.backend import backend_of
 
@@ -78,17 +79,19 @@ def init(
             "cannot change their members yet"
         )
     complete_from_launcher()
+    of_spare = ("RANK",) if SPARE in os.environ else ()  # which it gets when it takes a place
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
+        if not os.environ.get(name) and name not in of_spare:
             raise RuntimeError(
                 f"smddp.elastic.init(): {name} is not set: start the script with smddprun --elastic"
             )
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    size = int(os.environ["WORLD_SIZE"])
     if not 1 <= min_ranks <= size:
         raise ValueError(f"min_ranks={min_ranks}: the job has {size} ranks (WORLD_SIZE)")
     if every < 1:
         raise ValueError(f"every={every}: a number of steps")
-    of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "SMDDP_ELASTIC" not in os.environ
+    of_supervisor = "SMDDP_ELASTIC" in os.environ or SPARE in os.environ
+    of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and not of_supervisor
     if of_torchrun and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
         warnings.warn(
             "smddp.elastic: torchrun ends all ranks of this host when one dies: start the script "
@@ -96,11 +99,12 @@ def init(
             stacklevel=2,
         )
     store = connect(wait)
+    await_place(store)
     # No member may depend on a host, so the group has a store that leads nowhere.
     dist.init_process_group(
         BACKEND_NAME,
         store=_torch.HashStore(),
-        rank=rank,
+        rank=int(os.environ["RANK"]),
         world_size=size,
         timeout=timedelta(seconds=timeout),
         enable_reconfigure=True,

@@ -22,22 +22,31 @@ __all__ = ["Meeting", "connect"]
 
 _log = logging.getLogger("smddp.elastic")
 _LOOK = 0.1  # seconds between two looks for newcomers
-_KNOCK = 2.0  # seconds until a newcomer says again that it waits
+_KNOCK = 0.5  # seconds until a newcomer says again that it waits
 _PAUSE = 0.02
 _ANSWER = 5.0  # seconds that the store has for an answer
 _torch: Any = dist  # whose names mypy does not see
 
 
 def connect(timeout: float) -> Any:
-    """Returns the store at MASTER_ADDR and MASTER_PORT; without a launcher's, rank 0 has it."""
-    serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and os.environ["RANK"] == "0"
-    store = _torch.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=serves,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-    )
+    """Returns the store at MASTER_ADDR and MASTER_PORT; without a launcher's, rank 0 has it.
+
+    Raises:
+        JobLostError: nobody serves it. The launcher may start this process again.
+    """
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = _torch.TCPStore(
+            *address,
+            is_master=not has_agent and os.environ["RANK"] == "0",
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+        )
+    except (_torch.DistStoreError, _torch.DistNetworkError) as error:
+        text = f"no store at {address[0]}:{address[1]}, where the ranks meet: {error}"
+        _log.error("%s", text)
+        raise JobLostError(text) from error
     # A member must not wait long for a host that may be gone.
     store.set_timeout(timedelta(seconds=_ANSWER))
     return store
