@@ -51,8 +51,8 @@ def __getattr__(name: str) -> Any:
     """Finds a name at its first use; all but the version need torch."""
     from importlib import import_module
 
-    if name == "errors":
-        return import_module("smddp.errors")
+    if name in ("elastic", "errors"):
+        return import_module(f"smddp.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'smddp' has no attribute {name!r}")
     module = import_module("smddp._version" if name == "__version__" else "smddp.torch.functions")

@@ -19,6 +19,7 @@ NAVIGATION = {
         "docs/observing",
         "docs/launching",
         "docs/frameworks",
+        "docs/elastic",
         "docs/model-parallel",
         "docs/model-parallel-scripts",
         "docs/model-parallel-memory",

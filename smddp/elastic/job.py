@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -25,12 +26,14 @@ from smddp.launch.environment import complete_from_launcher
 from smddp.launch.spare import SPARE, await_place
 from smddp.torch import _load
 from smddp.torch.backend import backend_of
+from smddp.torch.errors import CollectiveTimeoutError
 
 __all__ = ["Job", "Step", "init"]
 
 _log = logging.getLogger("smddp.elastic")
 _PAUSE = 0.05  # seconds between two looks for newcomers, while there are too few members
 
+_LAST_WORDS = 10.0  # seconds for an agreement at the end, when others may be gone
 _torch: Any = dist  # whose names mypy does not see
 
 # What a process knows of the training.
@@ -47,8 +50,8 @@ def init(
 ) -> Job:
     """Makes the default group of a job whose members may come and go.
 
-    It reads the variables of `smddprun` or torchrun. Until `job.keep()` the process is alone in the
-    group, so that it can make its models whether the job runs already or not.
+    It reads the variables of `smddprun` or torchrun; a spare waits here. Until `job.keep()` the
+    process is alone in the group, so that it can make its models whether the job runs or not.
 
     Args:
         min_ranks: with fewer members the job waits for newcomers.
@@ -73,15 +76,20 @@ def init(
             f'smddp.elastic.init() makes the default group, and there is one of "'
             f'{dist.get_backend()}" already: leave init_process_group() out'
         )
+    if _torch.get_debug_level() == _torch.DebugLevel.DETAIL:
+        raise RuntimeError(
+            "smddp.elastic: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch makes a second group, which "
+            "keeps its members: use INFO"
+        )
     if torch.cuda.device_count():
         raise ValueError(
             "smddp.elastic trains on the CPU: hide the GPUs (CUDA_VISIBLE_DEVICES=), whose groups "
             "cannot change their members yet"
         )
     complete_from_launcher()
-    of_spare = ("RANK",) if SPARE in os.environ else ()  # which it gets when it takes a place
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name) and name not in of_spare:
+    own = () if SPARE in os.environ else ("RANK",)
+    for name in (*own, "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
             raise RuntimeError(
                 f"smddp.elastic.init(): {name} is not set: start the script with smddprun --elastic"
             )
@@ -90,8 +98,7 @@ def init(
         raise ValueError(f"min_ranks={min_ranks}: the job has {size} ranks (WORLD_SIZE)")
     if every < 1:
         raise ValueError(f"every={every}: a number of steps")
-    of_supervisor = "SMDDP_ELASTIC" in os.environ or SPARE in os.environ
-    of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and not of_supervisor
+    of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "SMDDP_ELASTIC" not in os.environ
     if of_torchrun and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
         warnings.warn(
             "smddp.elastic: torchrun ends all ranks of this host when one dies: start the script "
@@ -247,8 +254,7 @@ class Job:
             yield (step := Step(self, self.committed))
             if before == (self._restarts, self.committed) and not step.is_lost:
                 raise RuntimeError("job.steps(): write `with step:` around the body of the loop")
-        if dist.get_rank() == 0:
-            self._meeting.end(True)
+        self._finish()
 
     def batches(self, loader: Any) -> Batches:
         """Returns an iterator over a loader with a Sampler, for use in steps: `next(batches)`.
@@ -257,6 +263,27 @@ class Job:
         members have changed. All ranks take as many batches in a step.
         """
         return Batches(loader, lambda: self._restarts)
+
+    def _finish(self) -> None:
+        """Waits until all members know that the last step counts, since they may need one another.
+
+        Not for ever: nobody needs this rank if all others have gone on.
+        """
+        is_over = False
+        while not is_over:
+            self._settle()
+            try:
+                sum_of(0)
+                is_over = True
+            except RuntimeError as error:
+                if not self._has_failed():
+                    raise
+                with contextlib.suppress(CollectiveTimeoutError):
+                    self._agree(error, _LAST_WORDS)
+                    continue
+                is_over = True
+        if dist.get_rank() == 0:
+            self._meeting.end(True)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -352,7 +379,7 @@ class Job:
         """Asks the group: DDP's errors do not have the class that says so."""
         return bool(backend_of(default_group(), "cpu").get_error().name != "SUCCESS")
 
-    def _agree(self, error: BaseException | None) -> None:
+    def _agree(self, error: BaseException | None, timeout: float = 0) -> None:
         """Agrees with the others on the members, and on the step that counts.
 
         Raises:
@@ -360,7 +387,7 @@ class Job:
             BaseException: `error`, if nobody has left, twice in a row: it would come for ever.
         """
         members = self._or_lost(
-            lambda: self._core.agree(self.committed, self._voted, self._timeout)
+            lambda: self._core.agree(self.committed, self._voted, timeout or self._timeout)
         )
         self._voted = members.step
         self._install(members)
@@ -376,7 +403,7 @@ class Job:
             if members.out:
                 raise JobLostError(f"this process is no member of the job any more: {members.out}")
         except JobLostError as error:
-            _log.error("%s", error)
+            _log.error("smddp.elastic: %s", error)
             raise
         return members
 
@@ -393,7 +420,7 @@ class Job:
             said = [f"{word}: {', '.join(who)}" for word, who in changes.items() if who]
             if members.generation > 1:
                 _log.warning(
-                    "%s; %d ranks go on at step %d",
+                    "smddp.elastic: %s; %d ranks go on at step %d",
                     "; ".join(said) or "nobody left",
                     len(members.cards),
                     members.step,
@@ -414,7 +441,8 @@ class Job:
     def _have_enough(self) -> bool:
         """Waits until there are `min_ranks` members; returns whether they are those of before."""
         deadline = time.monotonic() + self._wait
-        while dist.get_world_size() < self._min_ranks:
+        # Not at the end of the last step.
+        while dist.get_world_size() < self._min_ranks and not 0 < self._total <= self.committed:
             is_late = time.monotonic() > deadline
             newcomers, late = sum_of(self._meeting.newcomers(), is_late)
             if newcomers:
@@ -422,7 +450,7 @@ class Job:
                 return False
             if late:
                 text = f"fewer than min_ranks={self._min_ranks} ranks for {self._wait:.0f} s"
-                _log.error("%s", text)
+                _log.error("smddp.elastic: %s", text)
                 raise JobLostError(text)
             time.sleep(_PAUSE)
         return True
@@ -434,7 +462,7 @@ class Job:
         most = max(known)
         if most == _NOTHING:
             text = "nobody is left who has the state of the training"
-            _log.error("%s", text)
+            _log.error("smddp.elastic: %s", text)
             raise JobLostError(text)
         if min(known) < _ALL:
             source = known.index(most)

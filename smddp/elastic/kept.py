@@ -75,6 +75,8 @@ class Kept:
                     "job.keep() takes modules, optimizers, torch.Generators, and what has "
                     f"state_dict() and load_state_dict(), but got {type(each).__name__}"
                 )
+        if len(self.samplers) > 1:
+            raise ValueError("job.keep(): one Sampler, whose shares weight the gradients")
         _refuse(self.modules)
         # Where the buffers are, since modules may replace them.
         self._owners = [

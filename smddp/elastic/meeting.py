@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from smddp.elastic.errors import JobLostError
-from smddp.torch.errors import CollectiveTimeoutError, PeerLostError
+from smddp.torch.errors import CollectiveTimeoutError, PeerLostError, TransportError
 
 __all__ = ["Meeting", "connect"]
 
 _log = logging.getLogger("smddp.elastic")
 _LOOK = 0.1  # seconds between two looks for newcomers
-_KNOCK = 0.5  # seconds until a newcomer says again that it waits
+_KNOCK = 2.0  # seconds until a newcomer says again that it waits
 _PAUSE = 0.02
 _ANSWER = 5.0  # seconds that the store has for an answer
 _torch: Any = dist  # whose names mypy does not see
@@ -32,14 +32,14 @@ def connect(timeout: float) -> Any:
     """Returns the store at MASTER_ADDR and MASTER_PORT; without a launcher's, rank 0 has it.
 
     Raises:
-        JobLostError: nobody serves it. The launcher may start this process again.
+        JobLostError: nobody serves it. A launcher may start this process again.
     """
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = _torch.TCPStore(
+        return _torch.TCPStore(
             *address,
-            is_master=not has_agent and os.environ["RANK"] == "0",
+            is_master=not has_store and os.environ.get("RANK") == "0",
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
         )
@@ -47,16 +47,14 @@ def connect(timeout: float) -> Any:
         text = f"no store at {address[0]}:{address[1]}, where the ranks meet: {error}"
         _log.error("%s", text)
         raise JobLostError(text) from error
-    # A member must not wait long for a host that may be gone.
-    store.set_timeout(timedelta(seconds=_ANSWER))
-    return store
 
 
 class Meeting:
     """One process and its place (RANK) in the store.
 
-    `card/PLACE` has the last process of each place, and the step of its checkpoint; `first` what
-    the first generation is; `members` who the members are; `newcomer/N` who waits.
+    `card/PLACE` has the last process of each place, and the step of its checkpoint; `first` who the
+    first members are to be, and `seen/N` how many of them know it; `members` who the members are;
+    `newcomer/N` who waits.
     """
 
     def __init__(self, core: Any, store: Any, step: int) -> None:
@@ -64,7 +62,7 @@ class Meeting:
         self._store: Any = _torch.PrefixStore("smddp/elastic", store)
         self._place, self._places = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._step = step
-        self._attempt = 0  # the last `first` that this process has tried
+        self._attempt = 0  # of the last `first` that this process has seen
         self._seen, self._next_look = -1, 0.0
 
     def meet(self, limit: float) -> Any:
@@ -80,44 +78,60 @@ class Meeting:
             JobLostError: not in this time.
             SystemExit: the job has ended meanwhile.
         """
-        self._put(f"card/{self._place}", [self._core.card(), self._step])
-        deadline = time.monotonic() + limit
-        while time.monotonic() < deadline:
-            left = deadline - time.monotonic()
-            cards = [self._get(f"card/{place}") for place in range(self._places)]
-            known = {card[0] for card in cards if card}
+        mine = self._core.card()
+        self._put(f"card/{self._place}", [mine, self._step])
+        deadline, why = time.monotonic() + limit, "the members did not let it in"
+        while (left := deadline - time.monotonic()) > 0:
+            cards = self._cards()
+            known = {card for card, _ in cards}
             # A place has a new card as soon as its process has been started again.
             running = [card for card in (self._get("members") or []) if card in known]
-            try:
-                if running and self._core.card() not in running:
-                    if self._get("ended"):
-                        _log.warning("the job has ended before this process could come")
-                        raise SystemExit(0)
-                    self._knock()
+            if not running or mine in running:
+                if (first := self._first(cards)) is not None:
+                    return self._begin(first, left)
+            elif self._get("ended"):
+                _log.warning("smddp.elastic: the job ended before this process could come")
+                raise SystemExit(0)
+            else:
+                self._knock()
+                try:
                     return self._core.join(running, min(_KNOCK, left))
-                first = self._first(cards) if None not in cards else None
-                if first is not None:
-                    return self._core.begin(first["cards"], first["step"], min(10.0, left))
-            except (PeerLostError, CollectiveTimeoutError) as error:
-                _log.info("not a member yet: %s", error)
+                except (PeerLostError, CollectiveTimeoutError, TransportError) as error:
+                    why = str(error)  # such as members that have died meanwhile
             time.sleep(_PAUSE)
-        missing = [place for place, card in enumerate(cards) if card is None]
-        raise JobLostError(
-            f"this process is no member after {limit:.0f} s: "
-            + (f"ranks {missing} did not come" if missing else "the members did not let it in")
-        )
+        missing = [rank for rank in range(self._places) if not self._store.check([f"card/{rank}"])]
+        if missing:
+            why = f"ranks {missing} did not come"
+        raise JobLostError(f"this process is no member after {limit:.0f} s: {why}")
+
+    def _cards(self) -> list[Any]:
+        """Returns card and step of each place; nothing before all places have them."""
+        keys = [f"card/{place}" for place in range(self._places)]
+        if not self._store.check(keys):
+            return []
+        return [json.loads(text) for text in self._store.multi_get(keys)]
+
+    def _begin(self, first: Any, limit: float) -> Any:
+        try:
+            return self._core.begin(first["cards"], first["step"], limit)
+        except (PeerLostError, CollectiveTimeoutError, TransportError) as error:
+            raise JobLostError(f"the job did not begin: {error}") from error
 
     def _first(self, cards: list[Any]) -> Any:
-        """Returns the first generation to try: that which place 0 has written."""
-        first = self._get("first") or {"attempt": 0}
-        if self._place == 0:
-            step = max(card[1] for card in cards)
-            first = {"attempt": first["attempt"] + 1, "step": step, "cards": [c[0] for c in cards]}
+        """Returns the first generation when all who are in it have seen it; None before.
+
+        So a process that was started again has no part in it with the card of the one before.
+        """
+        first, known = self._get("first"), [card for card, _ in cards]
+        if self._place == 0 and cards and (first is None or first["cards"] != known):
+            attempt = self._store.add("attempts", 1)
+            first = {"attempt": attempt, "step": max(step for _, step in cards), "cards": known}
             self._put("first", first)
-        elif first["attempt"] <= self._attempt or self._core.card() not in first["cards"]:
+        if first is None or self._core.card() not in first["cards"]:
             return None
-        self._attempt = first["attempt"]
-        return first
+        has_seen, self._attempt = self._attempt == first["attempt"], first["attempt"]
+        count = self._store.add(f"seen/{self._attempt}", 0 if has_seen else 1)
+        return first if count == self._places else None
 
     def _knock(self) -> None:
         number = self._store.add("newcomers", 1)
@@ -126,6 +140,8 @@ class Meeting:
     def publish(self, cards: list[str]) -> None:
         """The first member tells newcomers who the members are."""
         self._seen, self._next_look = -1, 0.0
+        if self._store is not None:  # its host may be gone, and a member must not wait long for it
+            self._store.set_timeout(timedelta(seconds=_ANSWER))
         self._try(lambda: self._put("members", cards))
 
     def end(self, ended: bool) -> None:
@@ -158,7 +174,9 @@ class Meeting:
             call()
         except (_torch.DistStoreError, _torch.DistNetworkError) as error:
             self._store = None
-            _log.warning("the store is gone: the job goes on, but nobody can come: %s", error)
+            _log.warning(
+                "smddp.elastic: the store is gone: the job goes on, but nobody can come: %s", error
+            )
 
     def _put(self, key: str, value: Any) -> None:
         self._store.set(key, json.dumps(value))

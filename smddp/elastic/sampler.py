@@ -42,7 +42,7 @@ class Sampler:
             raise ValueError(f"Sampler: {self.length} samples in batches of {batch}")
         self.batch, self.per_rank = batch, per_rank
         self.position = 0
-        self.drawn = 0  # batches of the current step
+        self.drawn = 0  # samples of the current step, of all ranks
         self._shuffle, self._seed = shuffle, seed
         self._layout: Callable[[], tuple[int, int]] | None = None
         self._order: tuple[int, list[int]] | None = None  # that of one epoch
@@ -90,8 +90,8 @@ class Sampler:
         return self._order[1][index]
 
     def commit(self) -> None:
-        """The batches that were drawn count."""
-        self.position += self.drawn * self.share()[2]
+        """What was drawn counts."""
+        self.position += self.drawn
         self.drawn = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -114,6 +114,7 @@ class Batches:
             )
         self._sampler, self._loader, self._restarts = sampler, loader, restarts
         self._restart = -1
+        self._whole = 0
         self._iterator: Iterator[Any] = iter(())
 
     def __iter__(self) -> Batches:
@@ -123,7 +124,7 @@ class Batches:
         # Workers have read ahead for a step that is done again, or for other members.
         if self._restart != self._restarts():
             self._restart = self._restarts()
-            self._iterator = iter(self._loader)
+            self._iterator, self._whole = iter(self._loader), self._sampler.share()[2]
         batch = next(self._iterator)
-        self._sampler.drawn += 1
+        self._sampler.drawn += self._whole
         return batch

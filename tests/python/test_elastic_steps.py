@@ -271,6 +271,43 @@ def test_an_error_that_comes_again_is_raised() -> None:
         assert outcome.stdout.split() == ["attempt"] * 2
 
 
+def _grows(per_rank: int) -> tuple[int, float]:
+    """A step of three ranks that counts has their samples, though two go on."""
+    import smddp.elastic as elastic
+
+    sampler = elastic.Sampler(1000, per_rank, per_rank=True)
+    me = Linear(sampler)
+    batches = me.job.batches(DataLoader(range(1000), batch_sampler=sampler))
+    me.optimizer.register_step_post_hook(lambda *_: die_if(step.index == 1 and me.job.rank == 2))
+    for step in me.job.steps(3):
+        with step:
+            assert len(next(batches)) == per_rank
+            me.optimizer.zero_grad()
+            me.backward()
+            me.optimizer.step()
+    return sampler.position, float(me.net.weight.detach())
+
+
+def test_a_batch_per_rank() -> None:
+    assert survivors(_grows, "3", 4) == [(2 * 3 * 4 + 2 * 4, weight_after(2, 1))] * 2
+
+
+def _at_the_end() -> float:
+    me = Linear(min_ranks=3)
+    me.optimizer.register_step_post_hook(lambda *_: die_if(step.index == 1 and me.job.rank == 2))
+    for step in me.job.steps(2):
+        with step:
+            me.optimizer.zero_grad()
+            me.backward()
+            me.optimizer.step()
+    return float(me.net.weight.detach())
+
+
+def test_a_loss_in_the_last_step() -> None:
+    """Also below min_ranks: there is nothing to wait for."""
+    assert survivors(_at_the_end, "3") == [weight_after(2, 0)] * 2
+
+
 def _too_few() -> None:
     me = Linear(min_ranks=2, wait=3)
     for step in me.job.steps(3):
@@ -387,7 +424,7 @@ def test_sampler() -> None:
     assert taken[:10] != taken[10:20]
     layout[0] = 0
     assert sampler.weight() == pytest.approx(9 / 7)
-    sampler.drawn = 2
+    sampler.drawn = 14
     sampler.commit()
     assert sampler.position == 14
     layout[1] = 2  # the sequence is that of before
@@ -430,6 +467,9 @@ def _refused(case: str) -> str:
     elif case == "release":
         del dist.ProcessGroup.reconfigure
         init()
+    elif case == "debug":
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        init()
     elif case == "gpu":
         torch.cuda.device_count = lambda: 1
         init()
@@ -464,6 +504,7 @@ def _refused(case: str) -> str:
         ("variable", "RuntimeError", "WORLD_SIZE is not set"),
         ("group", "RuntimeError", 'there is one of "gloo" already'),
         ("release", "RuntimeError", "needs torch 2.15 or newer"),
+        ("debug", "RuntimeError", "use INFO"),
         ("gpu", "ValueError", "hide the GPUs"),
         ("state", "TypeError", "but got int"),
         ("static_graph", "ValueError", "leave static_graph out"),
