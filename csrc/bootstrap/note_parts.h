@@ -17,8 +17,8 @@ struct Note {
   std::vector<std::byte> bytes{};
 };
 
-// The parts of a note, of at most `partBytes` each. `number`: of the note, among those of its sender. Throws Internal if
-// the note is empty or too long.
+// The parts of a note, of at most `partBytes` each. `number`: of the note, among those of its sender. Throws Internal
+// if the note is empty or too long.
 std::vector<std::vector<std::byte>> partsOf(uint32_t topic, uint32_t number,
                                             std::span<const std::byte> bytes, size_t partBytes);
 
