@@ -5,6 +5,7 @@ Only processes that begin or come use it. Members agree without it, so they go o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ __all__ = ["Meeting", "connect"]
 
 _log = logging.getLogger("smddp.elastic")
 _LOOK = 0.1  # seconds between two looks for newcomers
-_KNOCK = 2.0  # seconds until a newcomer says again that it waits
+_KNOCK = 1.0  # seconds until a newcomer says again that it waits
 _PAUSE = 0.02
 _ANSWER = 5.0  # seconds that the store has for an answer
 _torch: Any = dist  # whose names mypy does not see
@@ -63,7 +64,7 @@ class Meeting:
         self._place, self._places = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._step = step
         self._attempt = 0  # of the last `first` that this process has seen
-        self._seen, self._next_look = -1, 0.0
+        self._heard, self._next_look = -1, 0.0  # number of the last newcomer it has told of
 
     def meet(self, limit: float) -> Any:
         """Becomes a member: of the first generation, or of a job that runs.
@@ -93,8 +94,11 @@ class Meeting:
                 _log.warning("smddp.elastic: the job ended before this process could come")
                 raise SystemExit(0)
             else:
-                self._knock()
                 try:
+                    with contextlib.suppress(CollectiveTimeoutError):
+                        # They can answer only those who have met them.
+                        return self._core.join(running, 0.001)
+                    self._knock()
                     return self._core.join(running, min(_KNOCK, left))
                 except (PeerLostError, CollectiveTimeoutError, TransportError) as error:
                     why = str(error)  # such as members that have died meanwhile
@@ -139,7 +143,6 @@ class Meeting:
 
     def publish(self, cards: list[str]) -> None:
         """The first member tells newcomers who the members are."""
-        self._seen, self._next_look = -1, 0.0
         if self._store is not None:  # its host may be gone, and a member must not wait long for it
             self._store.set_timeout(timedelta(seconds=_ANSWER))
         self._try(lambda: self._put("members", cards))
@@ -151,20 +154,27 @@ class Meeting:
     def newcomers(self) -> int:
         """Returns how many newcomers wait of which this process has heard; rank 0 looks for them.
 
-        One that nobody lets in says again that it waits, so who has died is forgotten.
+        Each is told of once; one that nobody lets in says again that it waits. So one that has died
+        is forgotten.
         """
-        if dist.get_rank() == 0 and time.monotonic() > self._next_look:
+        if dist.get_rank() != 0:
+            self._heard = -1
+        elif time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + _LOOK
             self._try(self._look)
         return int(self._core.newcomers())
 
     def _look(self) -> None:
         count = self._store.add("newcomers", 0)
-        for number in range(self._seen + 1, count + 1) if self._seen >= 0 else ():
+        if self._heard < 0:  # this rank was not the first one before
+            self._heard = self._get("heard") or 0
+        for number in range(self._heard + 1, count + 1):
             if self._store.check([f"newcomer/{number}"]):
                 self._core.hear(self._store.get(f"newcomer/{number}").decode())
                 self._store.delete_key(f"newcomer/{number}")
-        self._seen = count
+        if count > self._heard:
+            self._heard = count
+            self._put("heard", count)
 
     def _try(self, call: Any) -> None:
         """Calls something of the store, unless it is gone."""
