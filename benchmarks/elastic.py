@@ -1,4 +1,4 @@
-"""Measures how soon an elastic job goes on when one of its ranks is killed, and whether it is exact.
+"""Measures how soon an elastic job goes on when a rank is killed, and whether it is exact.
 
     python benchmarks/elastic.py --kills 100 --json FILE
     python benchmarks/elastic.py --kills 20 --layouts 3 --replace at-once
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import os
 import random
@@ -128,7 +129,7 @@ class _Job:
         before = self.living()
         victim = rng.choice(sorted(before))
         times = [float(line[0]) for line in before[victim][-40:] if int(line[2]) == self.size]
-        step = statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+        step = statistics.median(b - a for a, b in itertools.pairwise(times))
         killed = time.monotonic()
         os.kill(victim, signal.SIGKILL)
         self.ended.add(victim)

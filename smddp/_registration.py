@@ -44,8 +44,8 @@ def register_backend(create: Callable[[Any, Any], Any]) -> None:
     # Here, so that functions which the script registers run before it, and may still communicate.
     atexit.register(leave_groups)
     print_lines_at_once()
-    # The programs that a rank starts inherit both. Their errors are not those of the rank.
     if "SMDDPRUN" in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        # The programs that a rank starts inherit both. Their errors are not those of the rank.
         first = os.environ.setdefault("SMDDPRUN_RANK", str(os.getpid()))
         if first == str(os.getpid()):
             _record_errors()

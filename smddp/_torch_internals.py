@@ -616,8 +616,8 @@ _MEMBERS = "smddp.elastic, for models in DDP,"
 update_group_of_ddp = _reader(
     "torch.nn.parallel.DistributedDataParallel._update_process_group",
     _MEMBERS,
-    "a method: DDP goes on with a group whose members have changed, also after a backward pass that "
-    "has failed",
+    "a method: DDP goes on with a group whose members have changed, also after a backward pass "
+    "that has failed",
 )
 push_parameters_of_reducer = _reader(
     "torch._C._distributed_c10d.Reducer._push_all_rebuilt_params",

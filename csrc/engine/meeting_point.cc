@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <thread>
 
 #include "common/interrupt.h"
@@ -11,8 +10,8 @@
 namespace smddp::engine {
 namespace {
 
-constexpr size_t kMaxParts = 1 << 12;
-constexpr size_t kPartBytes = 896;
+// Fits into a control message with its head.
+constexpr size_t kPartBytes = 900;
 
 }  // namespace
 
@@ -72,27 +71,10 @@ void MeetingPoint::mapMates(const std::vector<bootstrap::Introduction>& others) 
 
 void MeetingPoint::receive() {
   for (const auto& part : engine_.takeNotes(mailbox_)) {
-    PartHead head;
-    if (part.bytes.size() < sizeof head || notes_.size() >= kMaxNotes) continue;
-    std::memcpy(&head, part.bytes.data(), sizeof head);
-    if (head.count == 0 || head.count > kMaxParts || head.index >= head.count) continue;
-    const auto key = std::pair(part.from, head.number);
-    auto found = incomplete_.find(key);
-    if (found == incomplete_.end()) {
-      if (incomplete_.size() >= kMaxNotes) continue;
-      Parts parts{head.count, std::vector<std::vector<std::byte>>(head.count)};
-      found = incomplete_.emplace(key, std::move(parts)).first;
-    }
-    Parts& parts = found->second;
-    if (parts.bytes.size() != head.count || !parts.bytes[head.index].empty()) continue;
-    parts.bytes[head.index].assign(part.bytes.begin() + sizeof head, part.bytes.end());
-    if (--parts.missing > 0) continue;
-    Note note{part.from, {}};
-    for (const auto& bytes : parts.bytes) {
-      note.bytes.insert(note.bytes.end(), bytes.begin(), bytes.end());
-    }
-    incomplete_.erase(found);
-    notes_.emplace_back(static_cast<Topic>(head.topic), std::move(note));
+    if (notes_.size() >= kMaxNotes) continue;
+    auto note = parts_.add(part.from, part.bytes);
+    if (!note) continue;
+    notes_.emplace_back(static_cast<Topic>(note->topic), Note{part.from, std::move(note->bytes)});
   }
 }
 
@@ -110,15 +92,8 @@ std::vector<MeetingPoint::Note> MeetingPoint::take(Topic topic) {
 void MeetingPoint::send(const process::Peer& to, uint64_t mailbox, Topic topic,
                         std::span<const std::byte> bytes) {
   if (to.lost) return;
-  PartHead head{static_cast<uint32_t>(topic), ++sent_, 0,
-                static_cast<uint32_t>((bytes.size() + kPartBytes - 1) / kPartBytes)};
-  SMDDP_CHECK(head.count > 0 && head.count <= kMaxParts, "a note of {} bytes", bytes.size());
-  for (; head.index < head.count; ++head.index) {
-    const auto content = bytes.subspan(
-        head.index * kPartBytes, std::min(kPartBytes, bytes.size() - head.index * kPartBytes));
-    std::vector<std::byte> part(sizeof head + content.size());
-    std::memcpy(part.data(), &head, sizeof head);
-    std::ranges::copy(content, part.begin() + sizeof head);
+  for (const auto& part :
+       bootstrap::partsOf(static_cast<uint32_t>(topic), ++sent_, bytes, kPartBytes)) {
     groups::GroupRegistry::sendNote(to, mailbox, part);
   }
 }

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <map>
 #include <set>
 #include <span>
 #include <string>
@@ -13,6 +12,7 @@
 #include <vector>
 
 #include "bootstrap/handle.h"
+#include "bootstrap/note_parts.h"
 #include "engine/engine.h"
 
 namespace smddp::engine {
@@ -60,23 +60,12 @@ class MeetingPoint {
   friend class PeerMeeting;
   // What a process sends that sends for ever does not fill the memory.
   static constexpr size_t kMaxNotes = 1 << 16;
-  // Control messages are short, so a note comes in parts, in any order.
-  struct PartHead {
-    uint32_t topic;
-    uint32_t number;  // of the note, among those of its sender
-    uint32_t index;
-    uint32_t count;
-  };
-  struct Parts {
-    size_t missing;
-    std::vector<std::vector<std::byte>> bytes;
-  };
   void receive();
 
   Engine& engine_;
   const uint64_t mailbox_;
   uint32_t sent_ = 0;
-  std::map<std::pair<const process::Peer*, uint32_t>, Parts> incomplete_;
+  bootstrap::NoteParts parts_;                // control messages are short
   std::deque<std::pair<Topic, Note>> notes_;  // oldest first
   // Of changes: a rank that has given one up may be about to begin the next one.
   struct ChangeNote {

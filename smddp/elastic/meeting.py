@@ -30,15 +30,24 @@ _torch: Any = dist  # whose names mypy does not see
 
 
 def connect(timeout: float) -> Any:
-    """Returns the store at MASTER_ADDR and MASTER_PORT; without a launcher's, rank 0 has it."""
+    """Returns the store at MASTER_ADDR and MASTER_PORT; without a launcher's, rank 0 has it.
+
+    Raises:
+        JobLostError: nobody serves it. A launcher may start this process again.
+    """
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return _torch.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=not has_store and os.environ.get("RANK") == "0",
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-    )
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        return _torch.TCPStore(
+            *address,
+            is_master=not has_store and os.environ.get("RANK") == "0",
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+        )
+    except (_torch.DistStoreError, _torch.DistNetworkError) as error:
+        text = f"no store at {address[0]}:{address[1]}, where the ranks meet: {error}"
+        _log.error("%s", text)
+        raise JobLostError(text) from error
 
 
 class Meeting:

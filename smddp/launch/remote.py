@@ -1,8 +1,7 @@
 """`smddprun --hostfile FILE --ssh`: one command for all hosts.
 
-It runs `COMMAND HOST 'python -m smddp.launch.remote'` for each host, as mpirun runs ssh. What to do
-there comes by the standard input, as a line of JSON: no shell quotes it, and no list of processes
-shows it. The end of this input ends what runs on the host.
+It runs `COMMAND HOST 'python -m smddp.launch.host'` for each host, as mpirun runs ssh, and tells it
+by its standard input what to do (`host.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
-from smddp.launch.processes import GRACE, Child, Children, die_with_parent, how_it_ended
+from smddp.launch.processes import GRACE, Child, Children, how_it_ended
 
-__all__ = ["main", "start_on_hosts", "variables_to_pass"]
+__all__ = ["start_on_hosts", "variables_to_pass"]
 
 _FAMILIES = ("SMDDP_", "NCCL_", "FI_")
 _OTHERS = ("MASTER_ADDR", "MASTER_PORT")
@@ -75,7 +73,7 @@ def start_on_hosts(
     """
     path = os.environ.get("PYTHONPATH")
     start = ["env", f"PYTHONPATH={path}"] if path else []
-    line = shlex.join(["exec", *start, sys.executable, "-m", "smddp.launch.remote"])
+    line = shlex.join(["exec", *start, sys.executable, "-m", "smddp.launch.host"])
     jobs = [
         json.dumps({"folder": os.getcwd(), "variables": variables, "arguments": list(words)})
         for words in arguments
@@ -128,47 +126,3 @@ def _end(children: Children) -> None:
         assert child.process.stdin is not None
         child.process.stdin.close()
     children.end(children.running, grace=GRACE + 10)  # theirs, and a while
-
-
-def main() -> NoReturn:
-    """Runs smddprun on a host, for the one that has started it.
-
-    Raises:
-        SystemExit: always; see smddp.launch.cli.main().
-    """
-    # From the file itself, so that nothing of what follows is in a buffer.
-    line = b""
-    while not line.endswith(b"\n"):
-        piece = os.read(0, 1)
-        if not piece:
-            raise SystemExit(
-                "smddprun: the command of --ssh does not pass on its standard input, from which "
-                "the host is told what to do (with ssh: leave out -n)"
-            )
-        line += piece
-    job = json.loads(line)
-    try:
-        os.chdir(job["folder"])
-    except OSError as error:
-        raise SystemExit(f"smddprun: {job['folder']}: {error.strerror}") from None
-    os.environ.update(job["variables"])
-    launcher = os.getpid()
-    if os.fork() == 0:
-        die_with_parent(launcher)
-        os.setsid()
-        null = os.open(os.devnull, os.O_RDWR)
-        for stream in (1, 2):  # which ssh would wait for
-            os.dup2(null, stream)
-        while os.read(0, 4096):
-            pass
-        os.kill(launcher, signal.SIGTERM)
-        os._exit(0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    from smddp.launch.cli import main as smddprun
-
-    smddprun(job["arguments"])
-    raise SystemExit(0)
-
-
-if __name__ == "__main__":
-    main()

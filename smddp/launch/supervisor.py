@@ -28,6 +28,9 @@ from smddp.launch.spare import SPARE, key_of_spare
 __all__ = ["Host", "supervise"]
 
 _AGAIN = 75  # EX_TEMPFAIL: this rank has lost the job, and may join it again
+# What a rank has that runs this command, but its ranks do not, or no spare.
+_OF_A_RANK = (SPARE, "SMDDP_ELASTIC", "SMDDPRUN_RANK", "TORCHELASTIC_ERROR_FILE", "RANK",
+              "LOCAL_RANK", "ROLE_RANK")  # fmt: skip
 _MINUTE = 60.0
 _MOMENT = 5.0  # seconds within which others may fail because a rank was killed
 
@@ -157,8 +160,8 @@ class _Supervisor:
     def run(self) -> None:
         port = self._start_store()
         self._common = {**os.environ, **_variables(self._host, port)}
-        for name in (SPARE, "SMDDPRUN_RANK", "TORCHELASTIC_ERROR_FILE"):
-            self._common.pop(name, None)  # of a rank that runs this command
+        for name in _OF_A_RANK:
+            self._common.pop(name, None)
         self._start_due()
         _say("starts " + ", ".join(str(each) for each in (*self._places, *self._spares)))
         while any(place.child or place.due is not None for place in self._places):
@@ -275,6 +278,8 @@ class _Supervisor:
             self._fail(place, code)
         elif place.rank is not None:
             self._is_done = True
+            for each in self._places:
+                each.due = None  # it would wait for members that have ended
         else:
             _say(f"{place} {how_it_ended(code)} before it was needed")
         place.child = None

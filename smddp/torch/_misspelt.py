@@ -10,6 +10,9 @@ __all__ = ["misspelt"]
 # Read by the build, not by the library.
 _BUILD_ONLY = ("SMDDP_CMAKE_ARGS", "SMDDP_TORCH_FOLDERS")
 
+# smddprun --elastic tells its ranks by them what they are.
+_OF_SMDDPRUN = ("SMDDP_ELASTIC", "SMDDP_ELASTIC_SPARE")
+
 # Sizes of buffers that SageMaker's library has. Job scripts set them; here they have no effect.
 _OF_THE_ORIGINAL = ("SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", "SMDDP_AG_SORT_BUFFER_SIZE_BYTES")
 
@@ -23,7 +26,7 @@ def misspelt(environ: Mapping[str, str], known: Iterable[str]) -> list[str]:
         environ: the variables and their values.
         known: the names of all settings.
     """
-    names = [*known, *_BUILD_ONLY, *_OF_THE_ORIGINAL]
+    names = [*known, *_BUILD_ONLY, *_OF_SMDDPRUN, *_OF_THE_ORIGINAL]
     sentences = []
     for name in sorted(environ):
         if not name.startswith("SMDDP_") or name in names:

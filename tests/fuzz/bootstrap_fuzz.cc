@@ -1,14 +1,17 @@
 // Fuzzes everything that is read from the store: introductions, probe reports, addresses, seals, the keys of a meeting;
 // and the handles and notes of processes that meet without one.
 #include <cstdlib>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "bootstrap/handle.h"
 #include "bootstrap/lifeline_wire.h"
+#include "bootstrap/note_parts.h"
 #include "bootstrap/rendezvous.h"
 #include "common/error.h"
+#include "engine/agreement/agreement_codec.h"
 #include "script.h"
 
 namespace {
@@ -109,6 +112,30 @@ void notes(Script& script) {
   if (!std::equal(again.begin(), again.end(), blob.begin(), blob.end())) std::abort();
 }
 
+// What was put together comes apart into the parts of which it was made.
+void parts(Script& script) {
+  NoteParts joined;
+  while (script.left() > 0) {
+    const bool isFirst = script.byte() % 2 == 0;
+    const auto part = script.piece();
+    const auto note = joined.add(isFirst ? &joined : nullptr, part);
+    if (!note) continue;
+    NoteParts again;
+    std::optional<Note> same;
+    for (const auto& each : partsOf(note->topic, 7, note->bytes, 64))
+      same = again.add(nullptr, each);
+    if (!same || same->topic != note->topic || same->bytes != note->bytes) std::abort();
+  }
+}
+
+void agreements(Script& script) {
+  namespace agreement = smddp::engine::agreement;
+  const auto [from, message] = agreement::parseMessage(script.rest());
+  const auto bytes = agreement::serialise(from, message);
+  const auto again = agreement::parseMessage(bytes);
+  if (again.first != from || agreement::serialise(from, again.second) != bytes) std::abort();
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
@@ -122,6 +149,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       case 4: seals(script); break;
       case 5: handles(script); break;
       case 6: notes(script); break;
+      case 7: parts(script); break;
+      case 8: agreements(script); break;
       default: meeting(script);
     }
   } catch (const Error& error) {

@@ -48,6 +48,8 @@ class Parser(NamedTuple):
 PARSERS = [
     Parser("csrc/bootstrap/blob.h", 95, "BlobReader"),
     Parser("csrc/bootstrap/handle.cc", 85),
+    Parser("csrc/bootstrap/note_parts.cc", 85),
+    Parser("csrc/engine/agreement/agreement_codec.cc", 85),
     Parser(
         "csrc/bootstrap/introduction.cc",
         95,

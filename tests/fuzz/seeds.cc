@@ -11,6 +11,8 @@
 #include "bootstrap/introduction.h"
 #include "bootstrap/lifeline_wire.h"
 #include "bootstrap/locality.h"
+#include "bootstrap/note_parts.h"
+#include "engine/agreement/agreement_codec.h"
 #include "engine/team/blame.h"
 #include "process_group/message_front.h"
 #include "store/frames.h"
@@ -72,6 +74,23 @@ void bootstrapSeeds() {
   write("bootstrap_fuzz", "entry", behind({6}, serialise(meets)));
   meets.text = "rank 1 cannot take part";
   write("bootstrap_fuzz", "refusal", behind({6}, serialise(meets)));
+  Blob parts;
+  for (const Blob& part : partsOf(1, 2, std::as_bytes(std::span("a note in parts")), 20)) {
+    parts.push_back(std::byte{0});
+    parts.push_back(static_cast<std::byte>(part.size()));
+    parts.insert(parts.end(), part.begin(), part.end());
+  }
+  write("bootstrap_fuzz", "parts", behind({7}, parts));
+  namespace agreement = smddp::engine::agreement;
+  agreement::Message promise{.kind = agreement::Message::Kind::Promise,
+                             .generation = 3,
+                             .ballot = {4, 5},
+                             .suspects = {{6, agreement::Suspicion::Dead}},
+                             .newcomers = {{7, "a card"}},
+                             .committed = 8,
+                             .voted = 9};
+  promise.decided = {4, {{5, "another card"}}, 9};
+  write("bootstrap_fuzz", "promise", behind({8}, agreement::serialise(5, promise)));
   write("bootstrap_fuzz", "seal", behind({4}, Seal("token").close("a key", blob)));
   // What two ranks publish, as the store returns it: without a seal, behind its length.
   const auto values = [](std::initializer_list<Blob> blobs) {

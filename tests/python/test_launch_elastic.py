@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -26,12 +27,18 @@ folder = pathlib.Path(sys.argv[1])
 rank, starts = os.environ.get("RANK"), int(os.environ.get("SMDDP_ELASTIC", -1))
 
 def tell(name):
-    (folder / name).write_text(str(os.getpid()))
+    (folder / (name + ".new")).write_text(str(os.getpid()))
+    (folder / (name + ".new")).rename(folder / name)  # never an empty file
 
 def await_files(*names):
     end = time.monotonic() + 60
     while not all((folder / name).exists() for name in names):
         assert time.monotonic() < end, names
+        time.sleep(0.01)
+
+def await_end_of(name):
+    await_files(name)
+    while os.path.exists(f"/proc/{(folder / name).read_text()}"):
         time.sleep(0.01)
 
 def die(number=signal.SIGKILL):
@@ -94,15 +101,17 @@ def _found(pattern: str, text: str) -> list[tuple[str, ...]]:
 def test_the_variables_are_those_of_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "show.py"
     script.write_text(
-        "import os\nfor name in os.environ:\n    print(f'{name}={os.environ[name]!r}')\n"
+        "import json, os, sys\nname = sys.argv[1] + os.environ['RANK']\n"
+        "with open(name, 'w') as file: json.dump(dict(os.environ), file)\n"
     )
     found = []
     for options in ([], ["--elastic"]):
-        command = ["-m", "smddp.launch", *options, "-n", "2", str(script)]
+        file = str(tmp_path / f"variables{len(options)}")
+        command = ["-m", "smddp.launch", *options, "-n", "2", str(script), file]
         ended = programs.run(*command, OMP_NUM_THREADS="3")
         assert ended.returncode == 0, ended.stderr
-        lines = re.findall(r"^\[rank (\d)\]: (\w+)=(.*)$", ended.stdout, re.M)
-        found.append({(rank, name): value for rank, name, value in lines})
+        texts = [(rank, json.loads(Path(file + rank).read_text())) for rank in "01"]
+        found.append({(rank, name): text[name] for rank, text in texts for name in text})
     torchrun, ours = found
     # Of the ranks; and what is another with each start, or says where the error goes.
     assert ours.keys() - torchrun.keys() == {(rank, "SMDDP_ELASTIC") for rank in "01"}
@@ -136,11 +145,8 @@ def test_another_status_ends_the_job(tmp_path: Path) -> None:
 
 def test_the_status_is_passed_on_and_a_kill_comes_first(tmp_path: Path) -> None:
     """A script without smddp.elastic fails when another rank is killed."""
-    script = _FAILURE.replace("FAIL", "(tell('failed'), die()) if starts == 0 else None")
-    script += "\n"
-    script = script.replace(
-        "time.sleep(60)\n", "if rank == '0': await_files('failed'); sys.exit(3)\ntime.sleep(60)\n"
-    )
+    script = _FAILURE.replace("FAIL", "die()").replace("time.sleep(60)\n", "")
+    script += "if rank == '0': await_end_of('ready1'); sys.exit(3)\ntime.sleep(60)\n"
     ended = run(tmp_path, script, "-n", "3", "--max-restarts", "0")
     assert ended.returncode == 3
     pids = [(tmp_path / f"ready{rank}").read_text() for rank in range(2)]
@@ -168,15 +174,21 @@ def test_others_go_on_without_what_is_given_up(tmp_path: Path) -> None:
 
 def test_nothing_starts_again_when_the_job_is_done(tmp_path: Path) -> None:
     """It would wait for members that have ended."""
-    script = (
-        "if rank == '0': tell('pid'); sys.exit(0)\n"
-        "await_files('pid')\npid = int((folder / 'pid').read_text())\n"
-        "while os.path.exists(f'/proc/{pid}'): time.sleep(0.01)\n"
-        "die()\n"
-    )
+    script = "if rank == '0': tell('pid'); sys.exit(0)\nawait_end_of('pid')\ndie()\n"
     ended = run(tmp_path, script, "-n", "2")
     assert ended.returncode == 0
     assert "is not started again: others have ended with 0" in ended.stderr
+
+
+def test_what_waits_to_start_again_does_not_when_the_job_is_done(tmp_path: Path) -> None:
+    script = (
+        "if rank == '1': tell(f'start{starts}'); die()\n"
+        "await_end_of('start1')\n"  # the next start would be a second later
+    )
+    ended = run(tmp_path, script, "-n", "2")
+    assert ended.returncode == 0
+    assert ended.stderr.count("left") == 2
+    assert ended.stderr.count("came") == 1
 
 
 _SPARE = """
@@ -203,7 +215,7 @@ print(rank, os.environ["LOCAL_RANK"], os.environ["SMDDP_NODE_ID"], starts, os.ge
 
 @pytest.mark.multiprocess
 def test_a_spare_takes_the_place(tmp_path: Path) -> None:
-    ended = run(tmp_path, _SPARE, "--nodes", "1+1", "--spares", "1")
+    ended = run(tmp_path, _SPARE, "--nodes", "1+1", "--spares", "1", RANK="7", LOCAL_RANK="7")
     assert ended.returncode == 0, ended.stderr
     pids = {name: (tmp_path / name).read_text() for name in ("rank0", "spare1", "spare2")}
     assert sorted(ended.stdout.splitlines()) == [
@@ -237,7 +249,7 @@ def started(tmp_path: Path, script: str, *options: str) -> Iterator[subprocess.P
     )  # fmt: skip
     try:
         end = time.monotonic() + 60
-        while len(list(tmp_path.glob("ready*"))) < 2:
+        while len(list(tmp_path.glob("ready?"))) < 2:
             assert time.monotonic() < end
             time.sleep(0.01)
         yield job
@@ -268,7 +280,7 @@ def test_a_second_signal_kills_what_does_not_end(tmp_path: Path) -> None:
     )
     with started(tmp_path, script, "-n", "2") as job:
         job.terminate()
-        while len(list(tmp_path.glob("told*"))) < 2:
+        while len(list(tmp_path.glob("told?"))) < 2:
             time.sleep(0.01)
         assert job.poll() is None
         job.terminate()

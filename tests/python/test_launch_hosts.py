@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hosts as namespaces
 import programs
 import psutil
 import pytest
@@ -203,3 +204,47 @@ def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert remote.variables_to_pass([]) == values
     asked = {"HOME": os.environ["HOME"], "SMDDP_LOG": "", "A": "b=c"}
     assert remote.variables_to_pass(["HOME", "SMDDP_LOG=", "A=b=c"]) == values | asked
+
+
+_SPARE = """
+import os, signal, sys, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from smddp.launch.spare import await_place
+place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+store = TCPStore(*place, is_master=False, wait_for_workers=False)
+is_spare = "SMDDP_ELASTIC_SPARE" in os.environ
+store.add("spare" if is_spare else "ranks", 1)
+await_place(store)
+rank, starts = os.environ["RANK"], os.environ["SMDDP_ELASTIC"]
+if rank == "2" and starts == "0":
+    while store.add("ranks", 0) < 3 or store.add("spare", 0) < 1:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == "2":
+    store.set("again", "yes")
+store.wait(["again"], timedelta(seconds=60))
+store.add("done", 1)
+while rank == "0" and store.add("done", 0) < 3:
+    time.sleep(0.01)  # its host has the store
+sys.stdout.write(f"{rank} {starts} {is_spare} {os.environ['LOCAL_RANK']}\\n")
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_spare_of_a_host_without_the_store(tmp_path: Path) -> None:
+    """Two hosts with addresses of their own run the same command."""
+    if reason := namespaces.unavailable():
+        pytest.skip(reason)
+    script, hosts = tmp_path / "train.py", tmp_path / "hosts"
+    script.write_text(_SPARE)
+    with namespaces.Hosts(2) as network:
+        hosts.write_text(f"{network.address(0)} slots=1\n{network.address(1)} slots=2\n")
+        words = ["-m", "smddp.launch", "--elastic", "--spares", "1", "--hostfile", str(hosts)]
+        words += [str(script)]
+        done = programs.run_together([words] * 2, [programs.environment()] * 2, network=network)
+    assert [host.returncode for host in done] == [0, 0], done
+    lines = [line for host in done for line in host.stdout.splitlines()]
+    assert sorted(lines) == [
+        "[rank 0]: 0 0 False 0", "[rank 1]: 1 0 False 0", "[rank 2]: 2 1 True 1",
+    ]  # fmt: skip
