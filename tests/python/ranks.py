@@ -450,6 +450,11 @@ def limit(seconds: float, device: torch.device | str = "cpu") -> None:
     set_timeout(timedelta(seconds=seconds))
 
 
+def folder() -> Path:
+    """Returns a folder that all ranks of this run share; it is removed at its end."""
+    return _folder
+
+
 def arrive(where: str) -> None:
     """Tells await_ranks() that this rank has reached a place in its function."""
     (_folder / f"{os.environ['RANK']}.at.{where}").touch()

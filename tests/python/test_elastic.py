@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import random
 import signal
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +180,7 @@ def _dies_at_random(steps: int, seed: int, victims: int) -> dict[str, Any]:
     return training.run(steps)
 
 
-@pytest.mark.parametrize("seed", ranks.rotating_or_all(list(range(40)), 3))
+@pytest.mark.parametrize("seed", ranks.rotating_or_all(list(range(40)), 2))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_deaths_at_random_moments(layout: str, seed: int) -> None:
     steps, victims = 150, 1 + seed % 2
@@ -218,6 +220,7 @@ def _starts_again(steps: int, seed: int, kills: int, min_ranks: int) -> dict[str
     return training.run(steps)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("seed", ranks.rotating_or_all(list(range(24)), 2))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_newcomers(layout: str, seed: int) -> None:
@@ -226,6 +229,7 @@ def test_newcomers(layout: str, seed: int) -> None:
     check([value for value in values if value], steps)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_die_and_begin_at_the_file(layout: str, tmp_path: Path) -> None:
     options = {"checkpoint": str(tmp_path / "file"), "every": 7}
@@ -248,3 +252,56 @@ def _all_start_again(steps: int, options: dict[str, Any]) -> dict[str, Any]:
     ranks.arrive("dead")
     ranks.await_ranks("dead", 3)
     return Training(**options).keep().run(steps)
+
+
+def _with_launcher(steps: int, seed: int) -> dict[str, Any]:
+    """As smddprun --elastic: starts the process again if it is killed, or has lost the job.
+
+    One process is killed at its begin, while it meets the others or makes its model.
+    """
+    rng = random.Random(seed)
+    victim, at = rng.randrange(3), rng.uniform(0.0, 0.3)
+    result = ranks.folder() / f"result.{os.environ['RANK']}"
+    for start in range(10):
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                if start == 0 and int(os.environ["RANK"]) == victim:
+                    kill_later(at)
+                result.write_bytes(pickle.dumps(Training().keep().run(steps)))
+                code = 0
+            except SystemExit as error:
+                code = int(str(error.code))
+            except BaseException:
+                traceback.print_exc()
+            os._exit(code)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status not in (-signal.SIGKILL, 75):
+            break
+    assert status == 0
+    return pickle.loads(result.read_bytes()) if result.exists() else {}
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("seed", ranks.rotating_or_all(list(range(20)), 2))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_death_at_the_begin(layout: str, seed: int) -> None:
+    values = ranks.check_ranks(_with_launcher, layout, 300, seed)
+    check([value for value in values if value], 300)
+
+
+def _loses_the_store(steps: int) -> dict[str, Any]:
+    def die(step: Any) -> None:
+        if step.index == 20 and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return Training().keep().run(steps, die)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_members_need_no_store(layout: str) -> None:
+    first, *others = ranks.run_ranks(_loses_the_store, layout, 60, rank_0_serves=True)
+    assert first.status == -signal.SIGKILL
+    for one in others:
+        assert one.returned, one
+    check([one.value for one in others], 60)
