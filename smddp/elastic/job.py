@@ -359,6 +359,11 @@ class Job:
             StepLost: not all had them.
         """
         step.has_voted = True
+        if self._has_failed():
+            # If the script has caught the error, this rank may lack gradients.
+            self._agree(RuntimeError("a call in this step has failed"))
+            step.is_lost = True
+            raise StepLost
         self._voted = step.index + 1
         try:
             (waiting,) = sum_of(self._meeting.newcomers())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -255,6 +256,28 @@ def test_an_error_of_the_script_on_one_rank() -> None:
     """It leaves the block there; the others go on when its process has left."""
     values = ranks.check_ranks(_scripts_error, "3")
     assert values == [("", "-5.0"), ("", "-5.0"), ("no such sample", "")]
+
+
+def _catches_everything(other: str) -> float:
+    """A rank without gradients must not say that it has them."""
+    me = Linear()
+    for step in me.job.steps(4):
+        with step:
+            me.optimizer.zero_grad()
+            try:
+                if other == "slow" and step.index == 1 and me.job.rank == 1:
+                    time.sleep(0.2)
+                die_if(step.index == 1 and me.job.rank == 2)
+                me.backward()
+            except RuntimeError:
+                pass
+            me.optimizer.step()
+    return float(me.net.weight.detach())
+
+
+@pytest.mark.parametrize("other", ["", "slow"])
+def test_a_script_that_catches_all_errors(other: str) -> None:
+    assert survivors(_catches_everything, "3", other) == [weight_after(1, 3)] * 2
 
 
 def _mismatch() -> None:
