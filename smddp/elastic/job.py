@@ -98,7 +98,7 @@ def init(
         raise ValueError(f"min_ranks={min_ranks}: the job has {size} ranks (WORLD_SIZE)")
     if every < 1:
         raise ValueError(f"every={every}: a number of steps")
-    of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "SMDDP_ELASTIC" not in os.environ
+    of_torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ  # plain smddprun starts it, too
     if of_torchrun and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
         warnings.warn(
             "smddp.elastic: torchrun ends all ranks of this host when one dies: start the script "
