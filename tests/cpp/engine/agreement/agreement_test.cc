@@ -194,7 +194,7 @@ class World {
           return who.host != dead.host && cut.isOf(who.host, dead.host) && cut.to <= now_ &&
                  now_ - cut.to < kHostTimeout / 4 && cut.to - cut.from > kHostTimeout / 4;
         });
-    const auto how = [this](bool isDead) { return isDead ? Suspicion::Dead : Suspicion::Silent; };
+    const auto how = [](bool isDead) { return isDead ? Suspicion::Dead : Suspicion::Silent; };
     const Cut* cut = cutBetween(who.host, dead.host);
     if (cut == nullptr) {
       later(uniform(1, 30), [&, how = how(certain)] { suspect(who, dead.id, how); });
