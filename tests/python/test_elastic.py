@@ -186,8 +186,13 @@ def test_deaths_at_random_moments(layout: str, seed: int) -> None:
     steps, victims = 150, 1 + seed % 2
     outcomes = ranks.run_ranks(_dies_at_random, layout, steps, seed, victims)
     survivors = [one for one in outcomes if one.status != -signal.SIGKILL]
+    if victims == 2 and "+" in layout and survivors[0].status == 75:
+        # One of three cannot go on if it is not sure that the others are dead: a busy machine may
+        # have stopped it while their connections ended.
+        assert "no member of the job any more" in survivors[0].stderr, str(survivors[0])
+        return
     for one in survivors:
-        assert one.returned, one
+        assert one.returned, str(one)
         assert one.value["pid"] == one.pid
     assert len(survivors) >= 3 - victims
     check([one.value for one in survivors], steps)
