@@ -30,23 +30,23 @@ agreement::Rules rulesWith(Nanoseconds grace) {
 MemberAgreement::MemberAgreement(MeetingPoint& point, const std::string& card, Nanoseconds grace)
     : point_(point), card_(card), agreement_({point.mailbox(), card}, rulesWith(grace)) {}
 
-const bootstrap::Handle& MemberAgreement::handleOf(const Member& member) {
-  const auto found = handles_.find(member.card);
+const bootstrap::Handle& MemberAgreement::handleOf(const std::string& card) {
+  const auto found = handles_.find(card);
   if (found != handles_.end()) return found->second;
   const Seal seal(point_.engine().settings.jobToken.text);
-  return handles_.emplace(member.card, bootstrap::parseHandle(member.card, seal)).first->second;
+  return handles_.emplace(card, bootstrap::parseHandle(card, seal)).first->second;
 }
 
 std::vector<bootstrap::Handle> MemberAgreement::handles() {
   std::vector<bootstrap::Handle> all;
-  for (const Member& member : agreement_.current().members) all.push_back(handleOf(member));
+  for (const Member& member : agreement_.current().members) all.push_back(handleOf(member.card));
   return all;
 }
 
 std::string MemberAgreement::describe(const Generation& generation, MemberId id) {
   const Member* member = generation.find(id);
   if (member == nullptr) return "another process";
-  auto introduction = handleOf(*member).introduction;
+  auto introduction = handleOf(member->card).introduction;
   introduction.jobRank = static_cast<Rank>(member - generation.members.data());
   return bootstrap::describe(introduction);
 }
@@ -57,7 +57,7 @@ const process::Peer* MemberAgreement::peerOf(const Member& member) {
   if (known != peers_.end()) return known->second;
   const process::Peer* peer = nullptr;
   try {
-    const auto& introduction = handleOf(member).introduction;
+    const auto& introduction = handleOf(member.card).introduction;
     Engine& engine = point_.engine();
     std::string mine;
     engine.progress().call([&] {
@@ -77,8 +77,7 @@ const process::Peer* MemberAgreement::peerOf(const Member& member) {
 }
 
 void MemberAgreement::hear(const std::string& card) {
-  const Seal seal(point_.engine().settings.jobToken.text);
-  agreement_.hear(memberOf(bootstrap::parseHandle(card, seal), card));
+  agreement_.hear(memberOf(handleOf(card), card));
 }
 
 size_t MemberAgreement::numNewcomers() {

@@ -41,7 +41,7 @@ class MemberAgreement {
   std::string describe(const agreement::Generation& generation, agreement::MemberId id);
 
  private:
-  const bootstrap::Handle& handleOf(const agreement::Member& member);
+  const bootstrap::Handle& handleOf(const std::string& card);
   // Null if it cannot be reached.
   const process::Peer* peerOf(const agreement::Member& member);
   // Both on the owner.

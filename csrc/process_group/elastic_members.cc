@@ -13,6 +13,20 @@ using engine::agreement::Agreement;
 using engine::agreement::Generation;
 using engine::agreement::Member;
 
+namespace {
+
+// Those of the first handles, as many as there are cards.
+std::vector<Member> membersOf(const std::vector<bootstrap::Handle>& handles,
+                              const std::vector<std::string>& cards) {
+  std::vector<Member> members;
+  for (size_t i = 0; i < cards.size(); ++i) {
+    members.push_back(engine::MemberAgreement::memberOf(handles[i], cards[i]));
+  }
+  return members;
+}
+
+}  // namespace
+
 ElasticMembers::ElasticMembers(c10::intrusive_ptr<ProcessGroup> group, Nanoseconds grace)
     : group_(std::move(group)),
       card_(group_->get_reconfigure_handle()),
@@ -21,33 +35,13 @@ ElasticMembers::ElasticMembers(c10::intrusive_ptr<ProcessGroup> group, Nanosecon
   group_->outlivesLosses_ = true;
 }
 
-// The loss of a member is no failure, unless there is no agreement. So abort hooks, such as the one with which the
-// Flight Recorder writes its dump for seconds, do not run before that.
-template <typename Action>
-auto ElasticMembers::orFailed(const Action& action) {
-  const std::lock_guard lock(group_->meetingMutex_);
-  try {
-    const Members members = translated(action);
-    if (members.out.empty()) return members;
-    HookThread::ofThisProcess().groupFailed(group_->hooks_, false);
-    return members;
-  } catch (const BackendError&) {
-    HookThread::ofThisProcess().groupFailed(group_->hooks_, false);
-    throw;
-  }
-}
-
 ElasticMembers::Members ElasticMembers::begin(const std::vector<std::string>& cards, int64_t step,
                                               Nanoseconds timeout) {
   const std::lock_guard lock(group_->meetingMutex_);
   return translated([&] {
     const auto handles = group_->meetingPoint().parseHandles(cards, false);
-    Generation first{1, {}, step};
-    for (size_t rank = 0; rank < cards.size(); ++rank) {
-      first.members.push_back(engine::MemberAgreement::memberOf(handles[rank], cards[rank]));
-    }
     group_->changeMembers(handles, 1, timeout);
-    agreement_.begin(first);
+    agreement_.begin({1, membersOf(handles, cards), step});
     return membersSince({});
   });
 }
@@ -60,11 +54,7 @@ ElasticMembers::Members ElasticMembers::join(const std::vector<std::string>& car
     auto texts = cards;
     texts.push_back(card_);
     const auto handles = group_->meetingPoint().parseHandles(texts, false);
-    std::vector<Member> others;
-    for (size_t other = 0; other < cards.size(); ++other) {
-      others.push_back(engine::MemberAgreement::memberOf(handles[other], cards[other]));
-    }
-    agreement_.join(others, timeout);
+    agreement_.join(membersOf(handles, cards), timeout);
     return install({}, deadline);
   });
 }
@@ -81,12 +71,23 @@ size_t ElasticMembers::numNewcomers() {
 
 ElasticMembers::Members ElasticMembers::agree(int64_t committed, int64_t voted,
                                               Nanoseconds timeout) {
-  return orFailed([&] {
-    const Deadline deadline = Deadline::after(clock_, timeout);
-    const Generation before = agreement_.state().current();
-    agreement_.agree(committed, voted, timeout);
-    return install(before, deadline);
-  });
+  const std::lock_guard lock(group_->meetingMutex_);
+  // The loss of a member is no failure, unless there is no agreement. So abort hooks, such as the one with which the
+  // Flight Recorder writes its dump for seconds, do not run before that.
+  const auto fail = [&] { HookThread::ofThisProcess().groupFailed(group_->hooks_, false); };
+  try {
+    const Members members = translated([&] {
+      const Deadline deadline = Deadline::after(clock_, timeout);
+      const Generation before = agreement_.state().current();
+      agreement_.agree(committed, voted, timeout);
+      return install(before, deadline);
+    });
+    if (!members.out.empty()) fail();
+    return members;
+  } catch (const BackendError&) {
+    fail();
+    throw;
+  }
 }
 
 // A member of the new generation may be lost before the group has it. Then there will be another one.

@@ -46,8 +46,6 @@ class ElasticMembers {
   Members agree(int64_t committed, int64_t voted, Nanoseconds timeout);
 
  private:
-  template <typename Action>
-  auto orFailed(const Action& action);
   Members install(const engine::agreement::Generation& before, const Deadline& deadline);
   Members membersSince(const engine::agreement::Generation& before);
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["JobLostError", "StepLost"]
+import logging
+
+from smddp.launch.spare import JOB_LOST
+
+__all__ = ["JobLostError", "StepLost", "lost"]
+
+_log = logging.getLogger("smddp.elastic")
 
 
 class StepLost(Exception):  # noqa: N818 - no error: the step is done again
@@ -16,11 +22,15 @@ class JobLostError(SystemExit):
     newcomer.
     """
 
-    STATUS = 75  # EX_TEMPFAIL
-
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.code = self.STATUS
+        self.code = JOB_LOST
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def lost(text: str) -> JobLostError:
+    """Returns the error, and logs it: Python prints nothing when it ends a process."""
+    _log.error("smddp.elastic: %s", text)
+    return JobLostError(text)

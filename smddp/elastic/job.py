@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from smddp._registration import BACKEND_NAME
 from smddp._torch_internals import default_group, world
-from smddp.elastic.errors import JobLostError, StepLost
+from smddp.elastic.errors import StepLost, lost
 from smddp.elastic.kept import Kept
 from smddp.elastic.meeting import Meeting, connect, sum_of
 from smddp.elastic.sampler import Batches
@@ -218,7 +218,7 @@ class Job:
         self._refuse_groups()
         step = self._step_of_file()
         meeting = Meeting(self._core, self._store, step)
-        members = self._or_lost(lambda: meeting.meet(self._wait))
+        members = _still_in(meeting.meet(self._wait))
         self._kept, self._meeting = kept, meeting
         is_first = members.generation == 1
         # Those that begin have what the newest file has.
@@ -391,26 +391,13 @@ class Job:
             JobLostError: this process is out.
             BaseException: `error`, if nobody has left, twice in a row: it would come for ever.
         """
-        members = self._or_lost(
-            lambda: self._core.agree(self.committed, self._voted, timeout or self._timeout)
-        )
+        members = _still_in(self._core.agree(self.committed, self._voted, timeout or self._timeout))
         self._voted = members.step
         self._install(members)
         if error is not None and not members.left and not members.came:
             self._repeats += 1
             if self._repeats > 1:
                 raise error
-
-    def _or_lost(self, call: Any) -> Any:
-        """Returns the members; prints why this process is none."""
-        try:
-            members = call()
-            if members.out:
-                raise JobLostError(f"this process is no member of the job any more: {members.out}")
-        except JobLostError as error:
-            _log.error("smddp.elastic: %s", error)
-            raise
-        return members
 
     def _install(self, members: Any) -> None:
         self._members = members
@@ -454,9 +441,7 @@ class Job:
                 self._agree(None)
                 return False
             if late:
-                text = f"fewer than min_ranks={self._min_ranks} ranks for {self._wait:.0f} s"
-                _log.error("smddp.elastic: %s", text)
-                raise JobLostError(text)
+                raise lost(f"fewer than min_ranks={self._min_ranks} ranks for {self._wait:.0f} s")
             time.sleep(_PAUSE)
         return True
 
@@ -466,9 +451,7 @@ class Job:
         known = sum_of(*(self._knows if each == rank else _NOTHING for each in range(size)))
         most = max(known)
         if most == _NOTHING:
-            text = "nobody is left who has the state of the training"
-            _log.error("smddp.elastic: %s", text)
-            raise JobLostError(text)
+            raise lost("nobody is left who has the state of the training")
         if min(known) < _ALL:
             source = known.index(most)
             self._kept.broadcast(source, loads=self._knows < _ALL and rank != source)
@@ -488,3 +471,10 @@ class Job:
         if not self._file or not os.path.exists(self._file):
             return 0
         return int(torch.load(self._file, mmap=True, weights_only=False)["step"])
+
+
+def _still_in(members: Any) -> Any:
+    """Returns members of whom this process is one."""
+    if members.out:
+        raise lost(f"this process is no member of the job any more: {members.out}")
+    return members

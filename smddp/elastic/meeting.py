@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smddp.elastic.errors import JobLostError
+from smddp.elastic.errors import lost
 from smddp.torch.errors import CollectiveTimeoutError, PeerLostError, TransportError
 
 __all__ = ["Meeting", "connect"]
@@ -45,9 +45,9 @@ def connect(timeout: float) -> Any:
             wait_for_workers=False,
         )
     except (_torch.DistStoreError, _torch.DistNetworkError) as error:
-        text = f"no store at {address[0]}:{address[1]}, where the ranks meet: {error}"
-        _log.error("%s", text)
-        raise JobLostError(text) from error
+        raise lost(
+            f"no store at {address[0]}:{address[1]}, where the ranks meet: {error}"
+        ) from error
 
 
 class Meeting:
@@ -106,7 +106,7 @@ class Meeting:
         missing = [rank for rank in range(self._places) if not self._store.check([f"card/{rank}"])]
         if missing:
             why = f"ranks {missing} did not come"
-        raise JobLostError(f"this process is no member after {limit:.0f} s: {why}")
+        raise lost(f"this process is no member after {limit:.0f} s: {why}")
 
     def _cards(self) -> list[Any]:
         """Returns card and step of each place; nothing before all places have them."""
@@ -119,7 +119,7 @@ class Meeting:
         try:
             return self._core.begin(first["cards"], first["step"], limit)
         except (PeerLostError, CollectiveTimeoutError, TransportError) as error:
-            raise JobLostError(f"the job did not begin: {error}") from error
+            raise lost(f"the job did not begin: {error}") from error
 
     def _first(self, cards: list[Any]) -> Any:
         """Returns the first generation when all who are in it have seen it; None before.

@@ -1,4 +1,4 @@
-"""Spares of `smddprun --elastic`: how one waits, and how it is told which place it takes.
+"""What `smddprun --elastic` and `smddp.elastic` agree on: a status, and how a spare takes a place.
 
 A spare has SMDDP_ELASTIC_SPARE, its number on its host, and no rank. Everything before
 `smddp.elastic.init()` in its script runs at once. There it waits until the job's store has the key
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["SPARE", "await_place", "key_of_spare"]
+__all__ = ["JOB_LOST", "SPARE", "await_place", "key_of_spare"]
 
+JOB_LOST = 75  # EX_TEMPFAIL: the status of a rank that has lost the job, and may join it again
 SPARE = "SMDDP_ELASTIC_SPARE"
 _PERIOD = 0.01  # seconds
 

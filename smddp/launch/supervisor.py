@@ -23,11 +23,10 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from smddp.launch.processes import Child, Children, how_it_ended
-from smddp.launch.spare import SPARE, key_of_spare
+from smddp.launch.spare import JOB_LOST, SPARE, key_of_spare
 
 __all__ = ["Host", "supervise"]
 
-_AGAIN = 75  # EX_TEMPFAIL: this rank has lost the job, and may join it again
 # What a rank has that runs this command, but its ranks do not, or no spare.
 _OF_A_RANK = (SPARE, "SMDDP_ELASTIC", "SMDDPRUN_RANK", "TORCHELASTIC_ERROR_FILE", "RANK",
               "LOCAL_RANK", "ROLE_RANK")  # fmt: skip
@@ -272,7 +271,7 @@ class _Supervisor:
             self._store = None
             return
         place = next(each for each in (*self._places, *self._spares) if each.child is child)
-        if code < 0 or code == _AGAIN:
+        if code < 0 or code == JOB_LOST:
             self._take_loss_of(place, code)
         elif code and place.rank is not None:
             self._fail(place, code)

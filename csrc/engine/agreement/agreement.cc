@@ -1,11 +1,22 @@
 #include "engine/agreement/agreement.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace smddp::engine::agreement {
 
 using Kind = Message::Kind;
+
+namespace {
+
+std::vector<Member> membersIn(const std::map<MemberId, Member>& byId) {
+  std::vector<Member> members;
+  for (const auto& [id, member] : byId) members.push_back(member);
+  return members;
+}
+
+}  // namespace
 
 const Member* Generation::find(MemberId id) const {
   const auto found = std::ranges::find(members, id, &Member::id);
@@ -80,9 +91,9 @@ void Agreement::onMessage(MemberId from, const Message& message, Nanoseconds now
       Message promise{.kind = Kind::Promise,
                       .ballot = message.ballot,
                       .suspects = suspects_,
+                      .newcomers = membersIn(newcomers_),
                       .committed = committed_,
                       .voted = voted_};
-      for (const auto& [id, newcomer] : newcomers_) promise.newcomers.push_back(newcomer);
       if (accepted_) std::tie(promise.acceptedBallot, promise.decided) = *accepted_;
       return send({from, {}}, std::move(promise));
     }
@@ -167,11 +178,10 @@ void Agreement::enter(Nanoseconds now) {
 
 void Agreement::revoke(Nanoseconds now) {
   enter(now);
-  Message message{.kind = Kind::Revoke};
+  Message message{.kind = Kind::Revoke, .newcomers = membersIn(newcomers_)};
   for (const auto& [who, how] : suspects_) {
     if (how == Suspicion::Dead) message.suspects.emplace(who, how);
   }
-  for (const auto& [id, newcomer] : newcomers_) message.newcomers.push_back(newcomer);
   sendToOthers(message);
   lead();
 }
@@ -184,17 +194,21 @@ void Agreement::lead() {
   }
   const auto first = std::ranges::find_if(
       current_.members, [&](const Member& member) { return asked_.contains(member.id); });
-  ballot_.reset();
-  proposed_.reset();
+  stopLeading();
   if (first->id != me_.id) return;
   ballot_ = Ballot{promised_.attempt + 1, me_.id};
   promised_ = {promised_.attempt + 1, 0};  // the next ballot of this leader is higher, too
-  promises_.clear();
-  accepters_.clear();
   for (const Member& member : current_.members) {
     if (!asked_.contains(member.id)) continue;
     send(member, {.kind = Kind::Prepare, .ballot = *ballot_, .decided = current_});
   }
+}
+
+void Agreement::stopLeading() {
+  ballot_.reset();
+  proposed_.reset();
+  promises_.clear();
+  accepters_.clear();
 }
 
 // Those of whom none is suspected by another one. The member that most others suspect goes first; of two, the last.
@@ -268,7 +282,7 @@ void Agreement::decide(Nanoseconds now) {
     if (present.contains(member.id)) next.members.push_back(member);
   }
   if (present.size() == current_.members.size()) {
-    for (const auto& [id, newcomer] : newcomers_) next.members.push_back(newcomer);
+    std::ranges::copy(membersIn(newcomers_), std::back_inserter(next.members));
   }
   next.step = rules_.takesHighestStep ? committed : std::max(committed, voted);
   if (before != nullptr && !rules_.ignoresAccepted) next = *before;
@@ -304,10 +318,7 @@ void Agreement::install(const Generation& next, Nanoseconds now) {
   committed_ = voted_ = next.step;
   promised_ = {};
   accepted_.reset();
-  ballot_.reset();
-  proposed_.reset();
-  promises_.clear();
-  accepters_.clear();
+  stopLeading();
   if (!rules_.keepsKnocks) newcomers_.clear();
   for (const Member& member : current_.members) newcomers_.erase(member.id);
   state_ = State::Working;

@@ -7,18 +7,18 @@
 // the leader is lost, the next one leads under a higher ballot, and keeps to what has been accepted: this is Paxos,
 // with all members that are left in place of a majority, so that a job of two can go on as one. What makes that safe:
 //
-//   - *Dead* is known, *silent* is only suspected, and never becomes known. A job goes on only if every member that is
-//     missing is certainly dead, or more than half of the members are there, or half of them with the first one. So two
-//     parts of a job that cannot hear one another never both go on.
+//   - *Dead* is known, *silent* is only suspected, and never becomes known. A job goes on if every missing member is
+//     dead. If not, it needs more than half of the members, or half of them with the first one. So two parts of a job
+//     that cannot hear one another never both go on.
 //   - The step that counts is the last one that all who are there have voted for, or that one of them has committed: a
 //     member that is cut off may have committed (and saved) a step, and then all of the others have voted for it.
 //   - Newcomers come in a generation of their own, without losses. Their wishes end with each generation, so one that
 //     has died does not start agreements for ever.
 //
-// tests/cpp/engine/agreement_test.cc simulates jobs with deaths, silent hosts and stopped processes.
+// tests/cpp/engine/agreement/agreement_test.cc simulates jobs with deaths, silent hosts and stopped processes.
 //
-// Pure: no clock, no input or output, no threads. Whoever drives it passes what has happened, then sends outgoing() and
-// looks at state().
+// Pure: no clock, no input or output, no threads. Whoever drives it passes what has happened, then sends
+// takeOutgoing() and looks at state().
 #pragma once
 
 #include <compare>
@@ -157,6 +157,7 @@ class Agreement {
   void enter(Nanoseconds now);
   void revoke(Nanoseconds now);
   void lead();
+  void stopLeading();
   void decide(Nanoseconds now);
   bool mayGoOn(const std::set<MemberId>& present, const Suspects& known) const;
   std::set<MemberId> thoseWhoHearOneAnother() const;

@@ -1,6 +1,6 @@
 // Simulates jobs whose processes die, stop and continue, and whose hosts are cut off from one another, while they train
-// and agree on their members. A seed is a job. Checked are: no step counts twice in different groups, no two groups go
-// on, no step that a member is told of is one that it cannot apply, and in the end nobody waits.
+// and agree on their members. A seed is a job. No step may count in two groups, and no two groups may go on. A member
+// must be able to apply the step that it is told of. In the end nobody may wait.
 //
 // Half of the jobs have an adversary, which kills a process when it has sent or received a certain message of the
 // agreement: deaths at random moments hardly ever meet one.
